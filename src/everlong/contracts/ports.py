@@ -1,0 +1,202 @@
+"""What rooms ask of each other. Each port has an in-memory or plain implementation that ships; one contract test runs all."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from everlong.contracts.records import (
+    EngineStatus,
+    GenerateReply,
+    GenerateRequest,
+    Limits,
+    PublishedVersion,
+    Record,
+    ScoredColumns,
+    ScoreRequest,
+    TrainBatch,
+    TrainerStatus,
+    TrainReport,
+)
+
+
+class Engine(Protocol):
+    """Token ids in, token ids out."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        """Sample one turn.
+
+        Raises ValueError for a request that can never run (empty or too long prompt, ids outside the vocabulary),
+        StaleWeights when the engine holds an older version than the request needs, EngineError when the engine failed.
+        An aborted request answers with what it sampled and `FinishReason.ABORT`. Safe to retry: the same request gives
+        the same tokens while the weights are the same.
+        """
+        ...
+
+    async def abort(self, request_ids: tuple[str, ...]) -> None:
+        """Stop these requests soon; unknown ids are ignored."""
+        ...
+
+    async def update(self, policy_version: int) -> EngineStatus:
+        """Pull a published version from the object store and apply it between two decoding steps.
+
+        Raises StaleWeights when no chain of deltas leads there; then the engine keeps what it had. Idempotent.
+        """
+        ...
+
+    async def status(self) -> EngineStatus: ...
+
+    async def close(self) -> None: ...
+
+
+class Trainer(Protocol):
+    """Batches in, new weights out. Nothing is durable before `save`, nothing is visible to engines before `publish`."""
+
+    async def train(self, batch: TrainBatch) -> TrainReport:
+        """Do the batch's optimiser steps. Raises ValueError when `batch.batch` is not the next one."""
+        ...
+
+    async def score(self, request: ScoreRequest) -> ScoredColumns:
+        """Logprobs under the weights as they are, with the same processing (temperature, kept sets) as at sampling."""
+        ...
+
+    async def save(self) -> TrainerStatus:
+        """Make everything that training needs durable, atomically; a checkpoint of the same batch is left as it is."""
+        ...
+
+    async def restore(self, num_batches: int | None = None) -> TrainerStatus:
+        """Take up the newest checkpoint with at most `num_batches` batches (None: the newest). Without one: start anew."""
+        ...
+
+    async def publish(self) -> PublishedVersion:
+        """Put the current policy version into the object store as delta or anchor; the same version twice is one."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Command(Record, frozen=True, kw_only=True):
+    """One command in a sandbox. Standard input is closed."""
+
+    argv: tuple[str, ...]
+    timeout_s: float
+    cwd: str | None = None
+    """None is the sandbox's workdir."""
+    env: dict[str, str] = {}
+
+
+class ExecResult(Record, frozen=True, kw_only=True):
+    exit_code: int
+    """As the shell reports it: 124 after the time limit, 128 + n after signal n."""
+    output: bytes
+    """stdout and stderr as they came, cut at the limit; what came before a deadline is kept."""
+    timed_out: bool = False
+    truncated: bool = False
+    memory_exceeded: bool = False
+    elapsed_s: float = 0.0
+
+
+class Mount(Record, frozen=True, kw_only=True):
+    """A folder of the host, seen read-only inside."""
+
+    source: str
+    target: str
+
+
+class SandboxSpec(Record, frozen=True, kw_only=True):
+    """What a sandbox starts from."""
+
+    name: str
+    workdir: str = "/app"
+    files: str | None = None
+    """A folder of the host whose content is copied into the workdir; None for an empty one."""
+    env: dict[str, str] = {}
+    mounts: tuple[Mount, ...] = ()
+    writable: tuple[str, ...] = ()
+    """Further folders inside that may be written, empty at the start (for example /logs/verifier)."""
+    limits: Limits = msgspec.field(default_factory=Limits)
+    network: bool = False
+    ttl_s: float | None = None
+    """The sandbox is closed this long after its creation, whatever happens."""
+
+
+class Capabilities(Record, frozen=True, kw_only=True):
+    """What a backend really gives on this machine, found by doing it once."""
+
+    isolation: str
+    """"namespaces" or "none"."""
+    network_off: bool
+    memory_limit: bool
+    process_limit: bool
+    reason: str = ""
+    """Why less than everything is to be had."""
+
+
+class Sandbox(Protocol):
+    """Where an agent's commands run."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def exec(self, command: Command) -> ExecResult:
+        """Run to the end or the time limit; then everything the command started is dead. Raises SandboxError."""
+        ...
+
+    async def read(self, path: str, max_bytes: int = 1 << 20) -> bytes:
+        """Raises FileNotFoundError; a path that leads out of the sandbox raises SandboxError."""
+        ...
+
+    async def write(self, path: str, data: bytes) -> None: ...
+
+    async def fork(self, spec: SandboxSpec) -> Sandbox:
+        """A new sandbox with a copy of this one's workdir and none of its processes; `spec.files` must be None."""
+        ...
+
+    async def close(self) -> None:
+        """Kill what runs and remove what was stored. Idempotent."""
+        ...
+
+
+class SandboxBackend(Protocol):
+    async def probe(self) -> Capabilities: ...
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        """Raises SandboxError when the sandbox cannot start."""
+        ...
+
+    async def close(self) -> None:
+        """Close every sandbox that is left, and sweep what a killed run left behind."""
+        ...
+
+
+class ObjectStore(Protocol):
+    """Bytes under keys; a folder, memory, S3, GCS or Azure. Keys are slash-separated; one object appears whole or not at all."""
+
+    def create(self, key: str, data: bytes) -> None:
+        """Raises AlreadyExists when the key is taken; of two writers exactly one wins."""
+        ...
+
+    def put(self, key: str, data: bytes) -> None: ...
+
+    def get(self, key: str) -> bytes:
+        """Raises NotFound."""
+        ...
+
+    def list(self, prefix: str) -> list[str]:
+        """Every key below the prefix, sorted."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """A key that is not there is no error."""
+        ...
+
+
+class MetricSink(Protocol):
+    """Where measured points go. A point is never dropped for being older than another."""
+
+    def log(self, axis: str, step: int, values: dict[str, float]) -> None:
+        """`axis` names what `step` counts ("batch", "eval", "policy_version"): each axis has its own order."""
+        ...
+
+    def close(self) -> None: ...
