@@ -50,6 +50,10 @@ class WorkerDied(EverlongError):
     """The worker process ended or its socket closed while a call was waiting."""
 
 
+class WorkerError(EverlongError):
+    """A call broke in the worker for a reason that the contract does not name: a bug or a broken machine, so the run stops."""
+
+
 class Reason(StrEnum):
     """Why an episode ended. One word per cause; `trustworthy` says whether its reward may teach."""
 

@@ -1,0 +1,94 @@
+"""Starts the worker process, waits until it is ready, ends it, and says what it printed when it died."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from everlong.contracts.errors import WorkerDied
+from everlong.orchestrator.cells.frames import Failure, error_of, read_frame
+from everlong.orchestrator.cells.remote import Connection, RemoteEngine, RemoteTrainer
+
+
+class WorkerProcess:
+    """One cell in its own process."""
+
+    def __init__(self, process: asyncio.subprocess.Process, connection: Connection, log: Path) -> None:
+        self.process, self.connection, self.log = process, connection, log
+        self.engine, self.trainer = RemoteEngine(connection), RemoteTrainer(connection)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @classmethod
+    async def start(
+        cls, *, factory: str, config: Path, run_folder: Path, environment: Mapping[str, str], timeout_s: float = 300.0
+    ) -> WorkerProcess:
+        """Raises what the factory raised, or WorkerDied with the end of the worker's log."""
+        log = run_folder / "worker.log"
+        accepted: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+        with tempfile.TemporaryDirectory(prefix="everlong-") as folder:
+            path = os.path.join(folder, "cell")
+            server = await asyncio.start_unix_server(lambda r, w: accepted.put_nowait((r, w)), path, limit=1 << 26)
+            process = await _spawn(factory, config, path, run_folder, log, environment)
+            try:
+                reader, writer = await _first(accepted.get(), process, timeout_s, log)
+                ready = await _first(read_frame(reader), process, timeout_s, log)
+            except BaseException:
+                if process.returncode is None:
+                    process.kill()
+                raise
+            finally:
+                server.close()
+        if isinstance(ready, Failure):
+            await process.wait()
+            raise error_of(ready, "building the cell")
+        return cls(process, Connection(reader, writer), log)
+
+    async def close(self) -> None:
+        """End the worker; what it holds and nobody saved is gone."""
+        await self.connection.close()
+        try:
+            await asyncio.wait_for(self.process.wait(), 5.0)
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+
+
+async def _spawn(
+    factory: str, config: Path, socket: str, run_folder: Path, log: Path, environment: Mapping[str, str]
+) -> asyncio.subprocess.Process:
+    argv = [sys.executable, "-m", "everlong.orchestrator.cells.worker"]
+    argv += [
+        "--socket",
+        socket,
+        "--factory",
+        factory,
+        "--config",
+        str(config),
+        "--lock",
+        str(run_folder / "worker.lock"),
+    ]
+    with log.open("ab") as out:
+        return await asyncio.create_subprocess_exec(
+            *argv, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, env={**os.environ, **environment}
+        )
+
+
+async def _first(awaitable, process: asyncio.subprocess.Process, timeout_s: float, log: Path):
+    """The awaitable's result, unless the process ends first."""
+    wanted, ended = asyncio.ensure_future(awaitable), asyncio.ensure_future(process.wait())
+    done, _ = await asyncio.wait({wanted, ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    if wanted in done and wanted.exception() is None:
+        ended.cancel()
+        return wanted.result()
+    wanted.cancel()
+    ended.cancel()
+    tail = log.read_text(errors="replace")[-2000:] if log.exists() else ""
+    state = f"ended with code {process.returncode}" if ended in done else f"was not ready after {timeout_s:.0f} s"
+    raise WorkerDied(f"the worker {state}; the end of its log {log}:\n{tail}")
