@@ -56,12 +56,10 @@ class Progress:
 
     num_batches: int = 0
     """Trained batches, warm-up included; equals the policy version."""
-    next_group: int = 0
-    """The lowest training group that no trained batch holds and none replaced."""
+    consumed: frozenset[int] = frozenset()
+    """Training groups that a trained batch holds or that were replaced. Every other group is still to be served."""
     closed_groups: tuple[int, ...] | None = None
     """Groups of a batch that was closed but not trained: it closes over the same groups again."""
-    dropped_groups: frozenset[int] = frozenset()
-    """Groups that were opened and then replaced."""
     ended: frozenset[str] = frozenset()
     """Episodes that ended and whose content is stored: they are not sampled again."""
     incarnations: dict[str, int] = field(default_factory=dict)
@@ -87,7 +85,8 @@ class RoundScheduler:
         self._train_tasks, self._eval_tasks = list(train_tasks), list(eval_tasks)
         self._progress = progress or Progress()
         self._batch = self._progress.num_batches
-        self._next_group = self._progress.next_group
+        self._taken = set(self._progress.consumed)
+        self._next_group = 0
         self._groups: dict[tuple[Purpose, int], Group] = {}
         self._round: list[int] = []
         self._waiting: deque[EpisodeOrder] = deque()
@@ -176,21 +175,22 @@ class RoundScheduler:
     def _open_round(self, now_s: float) -> list[Action]:
         if self._schedule.batch_deadline_s is not None:
             self._deadline_s = now_s + self._schedule.batch_deadline_s
-        if self._progress.closed_groups is not None and self._batch == self._progress.num_batches:
-            groups = list(self._progress.closed_groups)
-            self._next_group = max([self._next_group, *(g + 1 for g in groups)])
-        else:
-            groups = [self._take_group() for _ in range(self._schedule.groups_per_batch)]
+        closed = self._progress.closed_groups if self._batch == self._progress.num_batches else None
+        groups = list(closed) if closed is not None else self._take_groups(self._schedule.groups_per_batch)
+        self._taken.update(groups)
         self._round = groups
         for group in groups:
             self._open_train_group(group)
         return self._fill() or self._close_if_complete()
 
-    def _take_group(self) -> int:
-        while self._next_group in self._progress.dropped_groups:
+    def _take_groups(self, count: int) -> list[int]:
+        """The next groups in order that nobody consumed."""
+        groups: list[int] = []
+        while len(groups) < count:
+            if self._next_group not in self._taken:
+                groups.append(self._next_group)
             self._next_group += 1
-        self._next_group += 1
-        return self._next_group - 1
+        return groups
 
     def _open_train_group(self, group: int) -> None:
         task = self._train_tasks[task_of_group(group, len(self._train_tasks), self._seed)]
@@ -276,9 +276,10 @@ class RoundScheduler:
         for group in late:
             del self._groups[group.purpose, group.number]
             self._round.remove(group.number)
-            fresh = self._take_group()
-            self._round.append(fresh)
-            self._open_train_group(fresh)
+        fresh = self._take_groups(len(late))
+        self._round += fresh
+        for group in fresh:
+            self._open_train_group(group)
         if self._schedule.batch_deadline_s is not None:
             self._deadline_s = now_s + self._schedule.batch_deadline_s
         return [DropGroup(group.number) for group in late]

@@ -1,0 +1,59 @@
+# everlong: `make setup`, then `.venv/bin/everlong --help`. `make train` and `make test` do their own set-up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CORE_VENV := .venv-core
+CORE_STAMP := $(CORE_VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: setup train test unit loop system campaign check format docs clean help
+
+help:
+	@echo "make setup   install everlong into $(VENV); the command is $(BIN)/everlong"
+	@echo "make train   the quickstart: trains, evaluates, writes a report"
+	@echo "make test    unit and loop tiers (what a change must pass)"
+	@echo "make system  real servers and clients"
+	@echo "make check   lint, types, import contracts"
+	@echo "make campaign  kill -9 campaign on a real run; writes docs/evidence/"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt scripts/setup.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/setup.sh "train,dev"
+	@touch $(STAMP)
+
+$(CORE_STAMP): pyproject.toml constraints.txt scripts/setup.sh
+	@PYTHON="$(PYTHON)" VENV="$(CORE_VENV)" bash scripts/setup.sh ""
+	@touch $(CORE_STAMP)
+
+train: $(STAMP)
+	$(BIN)/everlong train
+
+unit: $(STAMP)
+	$(PYTEST) tests/unit
+
+loop: $(STAMP) $(CORE_STAMP)
+	EVERLONG_CORE_PYTHON=$(abspath $(CORE_VENV))/bin/python $(PYTEST) tests/loop
+
+test: $(STAMP) $(CORE_STAMP)
+	EVERLONG_CORE_PYTHON=$(abspath $(CORE_VENV))/bin/python $(PYTEST) tests/unit tests/loop
+
+system: $(STAMP)
+	$(PYTEST) tests/system
+
+campaign: $(STAMP)
+	$(BIN)/python -m tests.campaign.kill --kills 10
+
+check: $(STAMP)
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/ty check src
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff format src tests
+
+clean:
+	rm -rf $(VENV) $(CORE_VENV) .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,28 @@
+"""From the episodes of some groups to a batch: credit, admission, packing. A pure function of the episodes and the seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from everlong.contracts.records import Episode, ScoredGroup
+from everlong.trajectories.admission import AdmissionConfig
+from everlong.trajectories.credit import CreditConfig, score_group
+from everlong.trajectories.packing import PackedBatch, PackingConfig, pack_batch
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMaker:
+    credit: CreditConfig
+    admission: AdmissionConfig
+    packing: PackingConfig
+    seed: int
+
+    def make(self, batch: int, groups: Mapping[int, Sequence[Episode]]) -> tuple[list[ScoredGroup], PackedBatch]:
+        """Packs the groups in the order of their numbers, episodes in the order of their attempts."""
+        scored = [
+            score_group(group, episodes[0].order.task, sorted(episodes, key=lambda e: e.order.attempt), self.credit)
+            for group, episodes in sorted(groups.items())
+            if episodes
+        ]
+        return scored, pack_batch(batch, scored, self.packing, self.admission, self.seed)

@@ -1,0 +1,351 @@
+"""Carries out what the scheduler decided and writes down what came of it, in that order of trust: content, then fact.
+
+An episode's content is stored before the ledger says that it ended; a batch's checkpoint is durable before the ledger
+says that it is trained. So whatever the ledger says after a crash is true, and what it does not say is done again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from everlong.contracts.errors import Reason, WorkerDied
+from everlong.contracts.ports import Engine, MetricSink, Trainer
+from everlong.contracts.records import Episode, EpisodeOrder, Purpose, TrainBatch, Verdict
+from everlong.ledger.episodes import EpisodeStore
+from everlong.ledger.facts import (
+    BatchClosed,
+    BatchTrained,
+    EpisodeFinished,
+    EpisodeStarted,
+    EvalFinished,
+    Fact,
+    GroupDropped,
+    GroupOpened,
+    VersionPublished,
+)
+from everlong.ledger.facts import (
+    EngineUpdated as EngineUpdatedFact,
+)
+from everlong.ledger.facts import (
+    EpisodeEnded as EpisodeEndedFact,
+)
+from everlong.ledger.ledger import LedgerWriter
+from everlong.orchestrator import events
+from everlong.orchestrator.batches import BatchMaker
+from everlong.orchestrator.outcomes import eval_outcome, train_outcomes
+from everlong.trajectories.packing import PackedBatch
+
+WarmupBatch = Callable[[int], Awaitable[TrainBatch]]
+"""From the number of a warm-up batch to its supervised samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the conductor works with; the CLI chooses each."""
+
+    run_episode: Callable[[EpisodeOrder], Awaitable[Episode]]
+    engine: Engine
+    trainer: Trainer
+    ledger: LedgerWriter
+    episodes: EpisodeStore
+    batches: BatchMaker
+    warmup_batch: WarmupBatch
+    metrics: MetricSink
+    task_hashes: Mapping[str, str]
+    """Content hash of every task by its id."""
+    clock: Callable[[], float]
+    worker_lost: Callable[[], bool] = field(default=lambda: False)
+    """True once the worker process is gone: then no episode's failure is its own."""
+
+
+class RunConductor:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._events: asyncio.Queue[events.Event | BaseException] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._running: dict[str, asyncio.Task[Episode]] = {}
+        self._cancelled: dict[str, Reason] = {}
+        self._dropped: set[int] = set()
+        self._kept: dict[str, Episode] = {}
+
+    # Actions ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, action: events.Action) -> None:
+        match action:
+            case events.RunEpisode():
+                self._spawn(self._run_episode(action.order))
+            case events.CancelEpisode():
+                self._cancelled[action.episode] = action.reason
+                if task := self._running.get(action.episode):
+                    task.cancel()
+            case events.DropGroup():
+                self._spawn(self._drop_group(action.group))
+            case events.WarmUp():
+                self._spawn(self._warm_up(action))
+            case events.TrainGroups():
+                self._spawn(self._train_groups(action))
+            case events.Publish():
+                self._spawn(self._publish())
+            case events.UpdateEngine():
+                self._spawn(self._update_engine(action.policy_version))
+            case events.RecordEval():
+                self._spawn(self._record_eval(action))
+
+    async def next_event(self, wake_at_s: float | None) -> events.Event:
+        timeout = None if wake_at_s is None else max(0.0, wake_at_s - self._parts.clock())
+        try:
+            item = await asyncio.wait_for(self._events.get(), timeout)
+        except TimeoutError:
+            return events.Tick(self._parts.clock())
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    async def close(self) -> None:
+        """Stop what is under way without recording an end: a resumed run takes it up again."""
+        tasks = [*self._running.values(), *self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[Any, Any, events.Event | None]) -> None:
+        async def post() -> None:
+            try:
+                event = await work
+            except Exception as error:
+                await self._events.put(error)
+            else:
+                if event is not None:
+                    await self._events.put(event)
+
+        task = asyncio.create_task(post())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # Episodes --------------------------------------------------------------------------------------------------------
+
+    async def _run_episode(self, order: EpisodeOrder) -> events.Event:
+        await self._parts.ledger.append(*self._opening_facts(order))
+        episode = await self._attempt(order)
+        if self._parts.worker_lost():
+            raise WorkerDied("the worker process is gone; `everlong resume RUN` goes on from what is stored")
+        await self._store(episode)
+        return events.EpisodeEnded(self._parts.clock(), order, episode.reason, episode.reward, error=episode.error)
+
+    def _opening_facts(self, order: EpisodeOrder) -> list[Fact]:
+        facts: list[Fact] = []
+        if (order.purpose, order.group) not in self._parts.ledger.lifecycle.groups:
+            facts.append(
+                GroupOpened(
+                    purpose=order.purpose,
+                    group=order.group,
+                    task=order.task,
+                    content_hash=self._parts.task_hashes[order.task],
+                )
+            )
+        facts.append(
+            EpisodeStarted(
+                episode=order.episode,
+                group=order.group,
+                attempt=order.attempt,
+                purpose=order.purpose,
+                task=order.task,
+                incarnation=order.incarnation,
+            )
+        )
+        return facts
+
+    async def _attempt(self, order: EpisodeOrder) -> Episode:
+        """The episode, or the record of its cancellation. A cancellation that nobody ordered goes on outwards."""
+        task = self._running[order.episode] = asyncio.ensure_future(self._parts.run_episode(order))
+        if order.episode in self._cancelled:
+            task.cancel()
+        started = self._parts.clock()
+        try:
+            return await task
+        except asyncio.CancelledError:
+            reason = self._cancelled.get(order.episode)
+            if reason is None:
+                raise
+            sampled = self._parts.ledger.lifecycle.episodes[order.episode].num_sampled
+            return Episode(
+                order=order,
+                reason=reason,
+                verdict=Verdict(reward=None, reason=reason),
+                num_discarded=sampled,
+                elapsed_s=self._parts.clock() - started,
+            )
+        finally:
+            del self._running[order.episode]
+
+    async def _store(self, episode: Episode) -> None:
+        order = episode.order
+        key, digest = await asyncio.to_thread(self._parts.episodes.put, episode)
+        facts: list[Fact] = [
+            EpisodeFinished(
+                episode=order.episode,
+                incarnation=order.incarnation,
+                reason=episode.reason,
+                reward=episode.reward,
+                num_sampled=episode.num_sampled,
+                payload_key=key,
+                payload_hash=digest,
+            )
+        ]
+        if order.purpose is Purpose.EVAL:
+            facts.append(eval_outcome(episode))
+        elif order.group in self._dropped:
+            facts.append(_replaced(order.episode, episode.num_sampled))
+        await self._parts.ledger.append(*facts)
+        self._kept[order.episode] = episode
+
+    async def _drop_group(self, group: int) -> None:
+        self._dropped.add(group)
+        members = self._parts.ledger.lifecycle.members(Purpose.TRAIN, group)
+        ended = [_replaced(name, state.num_sampled) for name, state in members.items() if state.finished]
+        await self._parts.ledger.append(GroupDropped(group=group, reason="deadline"), *ended)
+
+    async def _group(self, purpose: Purpose, group: int) -> list[Episode]:
+        """The group's episodes that ended, from memory or from the store."""
+        members = self._parts.ledger.lifecycle.members(purpose, group)
+        episodes = []
+        for name, state in members.items():
+            if state.payload_key is None:
+                continue
+            kept = self._kept.pop(name, None)
+            load = self._parts.episodes.get
+            episodes.append(kept or await asyncio.to_thread(load, state.payload_key, state.payload_hash))
+        return episodes
+
+    # Batches ---------------------------------------------------------------------------------------------------------
+
+    async def recover(self) -> None:
+        """Bring trainer and ledger to the same batch after a crash. Call once, before the loop.
+
+        A checkpoint ahead of the ledger is a batch that was trained but not yet recorded; a checkpoint behind it means
+        that batches since then are trained again from their stored episodes.
+        """
+        lifecycle = self._parts.ledger.lifecycle
+        status = await self._parts.trainer.restore()
+        recorded = sum(record.trained for record in lifecycle.batches)
+        for batch in range(status.num_batches, recorded):
+            await self._parts.trainer.train(await self._packed_again(batch))
+        if status.num_batches > recorded:
+            record = lifecycle.batches[recorded]
+            groups = {g: await self._group(Purpose.TRAIN, g) for g in record.groups}
+            packed = self._parts.batches.make(recorded, groups)[1] if groups else None
+            await self._record_trained(recorded, groups, packed, status.policy_version)
+
+    async def _packed_again(self, batch: int) -> TrainBatch:
+        groups = self._parts.ledger.lifecycle.batches[batch].groups
+        if not groups:
+            return await self._parts.warmup_batch(batch)
+        episodes = {group: await self._group(Purpose.TRAIN, group) for group in groups}
+        return (await asyncio.to_thread(self._parts.batches.make, batch, episodes))[1].train_batch
+
+    async def _warm_up(self, action: events.WarmUp) -> events.Event:
+        batch = await self._parts.warmup_batch(action.batch)
+        await self._close_batch(action.batch, ())
+        report = await self._parts.trainer.train(batch)
+        if action.save:
+            await self._parts.trainer.save()
+        await self._record_trained(action.batch, {}, None, report.policy_version)
+        self._parts.metrics.log("batch", action.batch, {**report.metrics, "phase/warmup": 1.0})
+        return events.BatchDone(self._parts.clock(), action.batch, report.policy_version)
+
+    async def _train_groups(self, action: events.TrainGroups) -> events.Event:
+        groups = {group: await self._group(Purpose.TRAIN, group) for group in action.groups}
+        scored, packed = await asyncio.to_thread(self._parts.batches.make, action.batch, groups)
+        await self._close_batch(action.batch, action.groups)
+        report = await self._parts.trainer.train(packed.train_batch)
+        if action.save:
+            await self._parts.trainer.save()
+        await self._record_trained(action.batch, groups, packed, report.policy_version)
+        values = {**_reward_metrics(groups), **packed.stats, **report.metrics}
+        values["groups_without_signal"] = float(sum(group.discarded is not None for group in scored))
+        self._parts.metrics.log("batch", action.batch, values)
+        return events.BatchDone(self._parts.clock(), action.batch, report.policy_version)
+
+    async def _close_batch(self, batch: int, groups: Sequence[int]) -> None:
+        """Say what the batch holds before it is trained; a batch that a crash left closed is not closed again."""
+        if batch == len(self._parts.ledger.lifecycle.batches):
+            await self._parts.ledger.append(BatchClosed(batch=batch, groups=tuple(groups)))
+
+    async def _record_trained(
+        self, batch: int, groups: Mapping[int, Sequence[Episode]], packed: PackedBatch | None, policy_version: int
+    ) -> None:
+        members = [episode for episodes in groups.values() for episode in episodes]
+        ended = train_outcomes(members, packed.outcomes) if packed is not None else []
+        await self._parts.ledger.append(*ended, BatchTrained(batch=batch, policy_version=policy_version))
+
+    # Weights and evaluation ------------------------------------------------------------------------------------------
+
+    async def _publish(self) -> events.Event:
+        published = await self._parts.trainer.publish()
+        if published.version not in self._parts.ledger.lifecycle.versions:
+            await self._parts.ledger.append(
+                VersionPublished(
+                    version=published.version,
+                    base_version=published.base_version,
+                    size_bytes=published.size_bytes,
+                )
+            )
+            density = published.num_changed / max(1, published.num_values)
+            values = {"delta/size_bytes": float(published.size_bytes), "delta/changed": density}
+            self._parts.metrics.log("policy_version", published.version, values)
+        return events.Published(self._parts.clock(), published.version)
+
+    async def _update_engine(self, policy_version: int) -> events.Event:
+        status = await self._parts.engine.update(policy_version)
+        await self._parts.ledger.append(EngineUpdatedFact(version=status.policy_version))
+        return events.EngineUpdated(self._parts.clock(), status.policy_version)
+
+    async def _record_eval(self, action: events.RecordEval) -> events.Event:
+        rewards = [e.reward for group in action.groups for e in await self._group(Purpose.EVAL, group)]
+        verdicts = [reward for reward in rewards if reward is not None]
+        successes = sum(reward >= 1.0 for reward in verdicts)
+        await self._parts.ledger.append(
+            EvalFinished(
+                index=action.index,
+                policy_version=action.policy_version,
+                successes=successes,
+                episodes=len(verdicts),
+            )
+        )
+        values = {
+            "success": successes / max(1, len(verdicts)),
+            "reward": float(np.mean(verdicts)) if verdicts else float("nan"),
+            "episodes": float(len(verdicts)),
+            "without_verdict": float(len(rewards) - len(verdicts)),
+            "policy_version": float(action.policy_version),
+        }
+        self._parts.metrics.log("eval", action.index, values)
+        return events.EvalRecorded(self._parts.clock(), action.index)
+
+
+def _replaced(episode: str, num_sampled: int) -> EpisodeEndedFact:
+    discarded = {"group_replaced": num_sampled} if num_sampled else {}
+    return EpisodeEndedFact(episode=episode, state="cancelled", reason="group_replaced", trained=0, discarded=discarded)
+
+
+def _reward_metrics(groups: Mapping[int, Sequence[Episode]]) -> dict[str, float]:
+    episodes = [episode for members in groups.values() for episode in members]
+    rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    values = {
+        "reward": float(np.mean(rewards)) if rewards else float("nan"),
+        "success": float(np.mean([reward >= 1.0 for reward in rewards])) if rewards else float("nan"),
+        "episodes": float(len(episodes)),
+        "without_verdict": float(len(episodes) - len(rewards)),
+        "turns_per_episode": float(np.mean([len(e.turns) for e in episodes])) if episodes else 0.0,
+        "sampled_tokens": float(sum(e.num_sampled for e in episodes)),
+    }
+    reasons: dict[str, float] = defaultdict(float)
+    for episode in episodes:
+        reasons[f"reason/{episode.reason}"] += 1.0
+    return {**values, **reasons}

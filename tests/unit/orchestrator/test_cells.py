@@ -1,0 +1,128 @@
+"""A cell behind a socket behaves as its ports: answers, errors by class, many calls at once, and a death that is told."""
+
+import asyncio
+import os
+import signal
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from everlong.contracts.errors import StaleWeights, WorkerDied, WorkerError
+from everlong.contracts.records import EngineStatus, GenerateRequest, SamplingKey, SamplingParams
+from everlong.orchestrator.cells.supervisor import WorkerProcess
+from everlong.orchestrator.cells.worker import load_factory
+
+FACTORY = """
+    import asyncio, sys
+    from everlong.contracts.errors import StaleWeights
+    from everlong.contracts.records import *
+    from everlong.contracts.tokens import TokenColumns
+    from everlong.orchestrator.cells.worker import Cell
+
+    class Engine:
+        def __init__(self): self.aborted = []
+        async def generate(self, request):
+            if request.request_id == "hang":
+                await asyncio.sleep(60)
+            if request.request_id == "bug":
+                raise KeyError("not in the contract")
+            await asyncio.sleep(0.02 if request.request_id == "slow" else 0)
+            ids = request.prompt_ids[::-1]
+            columns = TokenColumns.sampled_tokens(ids, [-0.5] * len(ids), version=3)
+            return GenerateReply(request_id=request.request_id, columns=columns, finish_reason=FinishReason.STOP)
+        async def abort(self, ids): self.aborted += ids
+        async def update(self, version):
+            if version == 9: raise StaleWeights("delta 9 needs base 8")
+            return EngineStatus(policy_version=version, fingerprint="f")
+        async def status(self):
+            return EngineStatus(policy_version=0, fingerprint=",".join(self.aborted), metrics={"torch": float("torch" in sys.modules)})
+        async def close(self): pass
+
+    def build(config):
+        if open(config).read() == "broken":
+            raise ValueError("sampling.top_p must be at most 1, got 2")
+        return Cell(Engine(), None)
+"""
+
+
+@pytest.fixture
+async def worker(tmp_path):
+    (tmp_path / "cell_factory_for_test.py").write_text(textwrap.dedent(FACTORY))
+    (tmp_path / "config").write_text("ok")
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    process = await WorkerProcess.start(
+        factory="cell_factory_for_test:build", config=tmp_path / "config", run_folder=tmp_path, environment=environment
+    )
+    yield process
+    await process.close()
+
+
+def request(name, ids=(1, 2, 3)):
+    key = SamplingKey(run_seed=0, episode="e", turn=0)
+    return GenerateRequest(request_id=name, key=key, prompt_ids=np.array(ids, np.int32), params=SamplingParams())
+
+
+async def test_calls_overtake_each_other_and_each_gets_its_own_answer(worker):
+    slow = asyncio.create_task(worker.engine.generate(request("slow", (1, 2))))
+    fast = await worker.engine.generate(request("fast", (7, 8, 9)))
+    assert not slow.done()
+    assert fast.columns.ids.tolist() == [9, 8, 7]
+    assert (await slow).columns.ids.tolist() == [2, 1]
+
+
+async def test_errors_of_the_contract_keep_their_class_and_others_say_where_they_came_from(worker):
+    with pytest.raises(StaleWeights, match="needs base 8"):
+        await worker.engine.update(9)
+    with pytest.raises(WorkerError, match="not in the contract"):
+        await worker.engine.generate(request("bug"))
+    with pytest.raises(ValueError, match="no trainer"):
+        await worker.trainer.save()
+    assert (await worker.engine.update(4)) == EngineStatus(policy_version=4, fingerprint="f")
+
+
+async def test_a_cancelled_call_is_aborted_in_the_worker(worker):
+    task = asyncio.create_task(worker.engine.generate(request("hang")))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await worker.engine.status()).fingerprint == "hang"
+
+
+async def test_a_killed_worker_fails_waiting_and_later_calls_instead_of_hanging(worker):
+    waiting = asyncio.create_task(worker.engine.generate(request("hang")))
+    await asyncio.sleep(0.05)
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="died while the call was waiting"):
+        await asyncio.wait_for(waiting, 5)
+    with pytest.raises(WorkerDied, match="resume"):
+        await worker.engine.status()
+
+
+async def test_a_factory_that_refuses_its_config_says_so_in_the_control_process(tmp_path):
+    (tmp_path / "cell_factory_for_test.py").write_text(textwrap.dedent(FACTORY))
+    (tmp_path / "config").write_text("broken")
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    with pytest.raises(ValueError, match="top_p must be at most 1"):
+        await WorkerProcess.start(
+            factory="cell_factory_for_test:build",
+            config=tmp_path / "config",
+            run_folder=tmp_path,
+            environment=environment,
+        )
+
+
+async def test_a_worker_that_dies_at_its_start_shows_the_end_of_its_log(tmp_path):
+    (tmp_path / "dying_cell_for_test.py").write_text("import os; os.write(2, b'no room on this machine'); os._exit(3)")
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    with pytest.raises(WorkerDied, match=r"code 3(.|\n)*no room on this machine"):
+        await WorkerProcess.start(
+            factory="dying_cell_for_test:build", config=tmp_path / "c", run_folder=tmp_path, environment=environment
+        )
+
+
+def test_a_factory_path_of_another_form_is_refused():
+    with pytest.raises(ValueError, match="package.module:function"):
+        load_factory("everlong.cli.cell")
