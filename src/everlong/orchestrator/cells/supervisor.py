@@ -87,8 +87,10 @@ async def _first(awaitable, process: asyncio.subprocess.Process, timeout_s: floa
     if wanted in done and wanted.exception() is None:
         ended.cancel()
         return wanted.result()
+    if wanted in done:  # it hung up: what it has to say is its exit code
+        await asyncio.wait({ended}, timeout=5.0)
+    state = f"was not ready after {timeout_s:.0f} s" if not done else f"ended with code {process.returncode}"
     wanted.cancel()
     ended.cancel()
     tail = log.read_text(errors="replace")[-2000:] if log.exists() else ""
-    state = f"ended with code {process.returncode}" if ended in done else f"was not ready after {timeout_s:.0f} s"
     raise WorkerDied(f"the worker {state}; the end of its log {log}:\n{tail}")
