@@ -1,0 +1,93 @@
+"""The whole run's settings: one child per part, each beside the part it configures. Importing it loads no torch.
+
+A run is described by one TOML file; dotted options override it (`--sampling.temperature 0.8`). Unknown keys fail with
+the nearest name. The resolved file is written into the run's folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from everlong.contracts.config import Config
+from everlong.contracts.records import SamplingParams
+from everlong.engines.config import EmbeddedConfig
+from everlong.environments.sandboxes.config import SandboxConfig
+from everlong.environments.tasks.config import TasksConfig
+from everlong.models.config import ModelConfig
+from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
+from everlong.rollouts.config import HarnessConfig
+from everlong.trainer.config import LossConfig, OptimizerConfig, RatioConfig, TrainerConfig, check_effective
+from everlong.trajectories.admission import AdmissionConfig
+from everlong.trajectories.credit import CreditConfig
+from everlong.trajectories.packing import PackingConfig
+
+
+class SamplingConfig(Config):
+    """How every turn is sampled, in training and in evaluation."""
+
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Below 1 the kept set of every token is recorded and replayed in training."""
+    top_k: int = Field(0, ge=0)
+    """0 keeps all."""
+    max_tokens: int = Field(256, ge=1)
+    """Of one turn; less where the context has less room."""
+
+    def params(self, stop_ids: tuple[int, ...]) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_tokens=self.max_tokens,
+            stop_ids=stop_ids,
+        )
+
+
+class WeightsConfig(Config):
+    store: str | None = None
+    """URL of the object store that holds weights, checkpoints and episodes; None is the folder `store` of the run."""
+    anchor_every: int = Field(10, ge=1)
+    """Every so many versions one is published whole, so that a late engine needs few deltas."""
+
+
+class ObserveConfig(Config):
+    progress: Literal["live", "plain", "none"] = "live"
+    """What the terminal shows while training: a live table, a line per batch, or nothing."""
+
+
+class RunConfig(Config):
+    seed: int = Field(0, ge=0)
+    """Of task order and of every sampled token."""
+    output: Path = Path("runs/run")
+    """Folder of the run; it must not hold another run."""
+    numerics: Literal["fast", "aligned"] = "fast"
+    """aligned: engine and trainer agree to the bit and runs repeat bit for bit; refused where the machine cannot."""
+    worker: Literal["process", "inline"] = "process"
+    """Where engine and trainer live: in a process of their own, or in the control process (needs torch there)."""
+    threads: int | None = Field(None, ge=1)
+    """Compute threads of the worker; None takes what the machine has."""
+    model: ModelConfig = ModelConfig()
+    tasks: TasksConfig = TasksConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    harness: HarnessConfig = HarnessConfig()
+    engine: EmbeddedConfig = EmbeddedConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    warmup: WarmupConfig = WarmupConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    credit: CreditConfig = CreditConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+    packing: PackingConfig = PackingConfig()
+    loss: LossConfig = Field(default_factory=LossConfig)
+    ratio: RatioConfig = RatioConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @model_validator(mode="after")
+    def _effective(self) -> RunConfig:
+        check_effective(self.loss, self.ratio, self.trainer.updates_per_batch)
+        return self

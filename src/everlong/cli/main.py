@@ -1,0 +1,228 @@
+"""The commands. Each imports what it needs when it runs, so that `--help` is quick and needs no torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from rich.console import Console
+
+import everlong
+from everlong.contracts.errors import EverlongError
+
+app = App(
+    name="everlong",
+    help="Online reinforcement learning for language-model agents whose episodes last hours.",
+    version=everlong.__version__,
+)
+tasks_app = App(name="tasks", help="Make, check and show task folders.")
+ledger_app = App(name="ledger", help="Ask the ledger of a run.")
+app.command(tasks_app)
+app.command(ledger_app)
+
+Tokens = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
+
+
+@app.command
+def train(*arguments: Tokens) -> None:
+    """Train. Without arguments: the quickstart, a small model on terminal tasks, in a few minutes on two cores.
+
+    everlong train                                          the quickstart
+    everlong train @ run.toml                               a run described by a file
+    everlong train @ run.toml --sampling.temperature 0.8    with one setting changed
+    everlong train @ run.toml --dry-run                     print the resolved file and stop
+    everlong train --help                                   every setting, its default and what it does
+    """
+    from everlong.cli.train import train_command
+
+    train_command(list(arguments))
+
+
+@app.command
+def resume(run: Path) -> None:
+    """Go on with a run that was stopped or killed.
+
+    Parameters
+    ----------
+    run
+        The run's folder. Its own resolved config is used; episodes that ended are not sampled again.
+    """
+    from everlong.cli.train import resume_command
+
+    resume_command(run)
+
+
+@app.command(name="eval")
+def evaluate(
+    run: Path, *, tasks: tuple[Path, ...] = (), attempts: int = 1, version: int | None = None, json: Path | None = None
+) -> None:
+    """Evaluate a policy version of a run on task folders.
+
+    Parameters
+    ----------
+    run
+        Folder of the run whose weights, sampling and harness are used.
+    tasks
+        Folders of tasks; none takes the run's held-out tasks.
+    attempts
+        Episodes per task.
+    version
+        Policy version; none takes the newest published one.
+    json
+        Write the figures to this file.
+    """
+    from everlong.cli.evaluate import eval_command
+
+    eval_command(run, tasks, attempts, version, json)
+
+
+@app.command
+def serve(run: Path, *, host: str = "127.0.0.1", port: int = 8000, version: int | None = None, key: str = "") -> None:
+    """Serve a run's policy over HTTP in the OpenAI chat-completions dialect.
+
+    Parameters
+    ----------
+    run
+        Folder of the run whose weights are served.
+    host
+        Address to listen on; anything but loopback is open to others.
+    port
+        Port to listen on; 0 takes a free one and prints it.
+    version
+        Policy version; none takes the newest published one.
+    key
+        API key that clients must send; none makes one and prints it.
+    """
+    from everlong.cli.serve import serve_command
+
+    serve_command(run, host, port, version, key)
+
+
+@app.command
+def view(run: Path, episode: str = "") -> None:
+    """Show the episodes of a run, or one of them as a tree of turns.
+
+    Parameters
+    ----------
+    run
+        The run's folder.
+    episode
+        An episode's id, for example train-000003-001; none lists them.
+    """
+    from everlong.cli.view import view_command
+
+    view_command(run, episode)
+
+
+@app.command
+def report(run: Path) -> None:
+    """Write a run's report again: curves as PNG and one self-contained HTML page.
+
+    Parameters
+    ----------
+    run
+        The run's folder.
+    """
+    from everlong.observe.report import write_report
+
+    print(write_report(run))
+
+
+@app.command
+def bench(name: str = "", *, json: Path | None = None) -> None:
+    """Measure a part against a reference in the same run and print a table.
+
+    Parameters
+    ----------
+    name
+        Which benchmark; none lists them.
+    json
+        Write the figures to this file.
+    """
+    from everlong.cli.bench import bench_command
+
+    bench_command(name, json)
+
+
+@tasks_app.command(name="make")
+def tasks_make(
+    source: str, *, count: int, out: Path, seed: int = 0, split: str = "train", kinds: tuple[str, ...] = ()
+) -> None:
+    """Generate task folders.
+
+    Parameters
+    ----------
+    source
+        What to generate: terminal.
+    count
+        How many tasks.
+    out
+        Folder to write them into; it must be empty or missing.
+    seed
+        Of the variants.
+    split
+        train, eval (held-out variants of the same kinds) or held-out-kinds.
+    kinds
+        Only these kinds; none takes all of the split.
+    """
+    from everlong.cli.tasks import make_command
+
+    make_command(source, count, out, seed, split, kinds)
+
+
+@tasks_app.command(name="check")
+def tasks_check(*folders: Path, repeats: int = 3) -> None:
+    """Prove tasks before they teach: the oracle must score 1 and an empty run 0, every time.
+
+    Parameters
+    ----------
+    folders
+        Task folders, or folders of task folders.
+    repeats
+        How often each run is repeated.
+    """
+    from everlong.cli.tasks import check_command
+
+    check_command(folders, repeats)
+
+
+@tasks_app.command(name="show")
+def tasks_show(folder: Path) -> None:
+    """Show one task: instruction, limits, files, oracle.
+
+    Parameters
+    ----------
+    folder
+        The task's folder.
+    """
+    from everlong.cli.tasks import show_command
+
+    show_command(folder)
+
+
+@ledger_app.command(name="check")
+def ledger_check(run: Path) -> None:
+    """Replay a run's ledger from disk: does every episode and every sampled token end in exactly one state?
+
+    Parameters
+    ----------
+    run
+        The run's folder.
+    """
+    from everlong.cli.ledger import check_command
+
+    check_command(run)
+
+
+def main() -> None:
+    """The `everlong` command. An error that a user can cause is one message, not a traceback; exit code 2 for bad input."""
+    try:
+        app()
+    except (EverlongError, ValueError, FileNotFoundError, FileExistsError) as error:
+        Console(stderr=True, highlight=False).print(f"[red]error:[/red] {error}", markup=True)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped; `everlong resume RUN` goes on from here")
+        sys.exit(130)

@@ -1,0 +1,73 @@
+"""Attention of the trainer over packed trees: a token sees itself and what stands before it on the path to its root.
+
+Segments of one micro-batch are padded together and attend in one call: their queries over the keys gathered along
+their path, so that a key stands at its absolute position, as it does in an engine's cache. In aligned numerics the bits
+therefore equal the engine's; the fast mode uses the same gather because a mask over all T tokens costs T squared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everlong.models.numerics import Numerics, attention
+
+# T tokens, B segments, Q queries of the longest segment, S keys of the longest path
+
+
+class TreeAttention:
+    """An `Attend` over segments (parent index or -1, start, length) that tile the T tokens, parents first."""
+
+    def __init__(self, segments: Sequence[tuple[int, int, int]], scale: float, numerics: Numerics) -> None:
+        self._scale, self._numerics = scale, numerics
+        self._buckets = [_bucket([segments[i] for i in members], segments) for members in _by_length(segments)]
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+        out = torch.zeros_like(q_THD)
+        for queries_BQ, keys_BS, positions_BQ, real_BQ in self._buckets:
+            mixed = attention(
+                q_THD[queries_BQ], k_TGD[keys_BS], v_TGD[keys_BS], positions_BQ, self._scale, self._numerics
+            )
+            out = out.index_put((queries_BQ[real_BQ],), mixed[real_BQ].to(out.dtype))
+        return out
+
+
+def _by_length(segments: Sequence[tuple[int, int, int]]) -> list[list[int]]:
+    """Segments whose lengths differ by less than two share a call, so that padding at most doubles the work."""
+    buckets: dict[int, list[int]] = {}
+    for index, (_, _, length) in enumerate(segments):
+        if length:
+            buckets.setdefault(max(16, length).bit_length(), []).append(index)
+    return [buckets[size] for size in sorted(buckets)]
+
+
+def _bucket(
+    members: Sequence[tuple[int, int, int]], segments: Sequence[tuple[int, int, int]]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    paths = [_path(segment, segments) for segment in members]
+    lengths = np.array([length for _, _, length in members])
+    keys = np.zeros((len(members), max(len(path) for path in paths)), np.int64)
+    for row, path in zip(keys, paths, strict=True):
+        row[: len(path)] = path
+    places = np.arange(lengths.max())[None]
+    real = places < lengths[:, None]
+    first = np.array([len(path) for path in paths]) - lengths
+    starts = np.array([start for _, start, _ in members])
+    # a padded query repeats the segment's last one, so it sees at least one key; its result is dropped
+    places = np.minimum(places, lengths[:, None] - 1)
+    tensors = (starts[:, None] + places, keys, first[:, None] + places, real)
+    return tuple(torch.from_numpy(np.ascontiguousarray(t)) for t in tensors)  # type: ignore[return-value]
+
+
+def _path(segment: tuple[int, int, int], segments: Sequence[tuple[int, int, int]]) -> np.ndarray:
+    """Indices of the tokens from the root to the segment's end."""
+    parts = []
+    while True:
+        parent, start, length = segment
+        parts.append(np.arange(start, start + length))
+        if parent < 0:
+            return np.concatenate(parts[::-1])
+        segment = segments[parent]

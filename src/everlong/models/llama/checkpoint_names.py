@@ -1,0 +1,27 @@
+"""Names of the weights in a Hugging Face llama checkpoint, and their shapes."""
+
+from __future__ import annotations
+
+from everlong.models.llama.config import LlamaConfig
+
+
+def weight_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Every weight of the checkpoint in a fixed order, rows first (out_features, in_features)."""
+    width, q = config.hidden_size, config.num_heads * config.head_dim
+    kv, inner = config.num_kv_heads * config.head_dim, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.padded_vocab_size, width)}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes[prefix + "input_layernorm.weight"] = (width,)
+        shapes[prefix + "self_attn.q_proj.weight"] = (q, width)
+        shapes[prefix + "self_attn.k_proj.weight"] = (kv, width)
+        shapes[prefix + "self_attn.v_proj.weight"] = (kv, width)
+        shapes[prefix + "self_attn.o_proj.weight"] = (width, q)
+        shapes[prefix + "post_attention_layernorm.weight"] = (width,)
+        shapes[prefix + "mlp.gate_proj.weight"] = (inner, width)
+        shapes[prefix + "mlp.up_proj.weight"] = (inner, width)
+        shapes[prefix + "mlp.down_proj.weight"] = (width, inner)
+    shapes["model.norm.weight"] = (width,)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.padded_vocab_size, width)
+    return shapes

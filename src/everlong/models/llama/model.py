@@ -1,0 +1,101 @@
+"""The llama network over flat tokens. Control flow is here; what attends to what is the caller's `attend`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from everlong.models.llama.checkpoint_names import weight_shapes
+from everlong.models.llama.config import LlamaConfig
+from everlong.models.numerics import Numerics, linear, silu
+
+# T tokens, M model width, H query heads, G key-value heads, D head width
+
+
+class Attend(Protocol):
+    """What stands between the projections of a layer: keeps keys and values, and decides who sees whom."""
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+        """Rotated queries and keys in, [T, H, D] out."""
+        ...
+
+
+class Llama(nn.Module):
+    """Weights are float32 or bfloat16; the residual stream is float32. Aligned numerics compute in float32."""
+
+    def __init__(
+        self, config: LlamaConfig, *, dtype: torch.dtype = torch.float32, numerics: Numerics = Numerics.FAST
+    ) -> None:
+        super().__init__()
+        self.config, self.numerics = config, numerics
+        self._names = list(weight_shapes(config))
+        self._weights = nn.ParameterList(
+            nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in weight_shapes(config).values()
+        )
+        angles = torch.arange(config.max_positions, dtype=torch.float64)[:, None] * config.rope_theta ** (
+            -torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+        )
+        self.register_buffer("_cos", angles.cos().float(), persistent=False)
+        self.register_buffer("_sin", angles.sin().float(), persistent=False)
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """The parameters under their names in a Hugging Face checkpoint, in a fixed order."""
+        return dict(zip(self._names, self._weights, strict=True))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weights[0].dtype
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[padded_vocab_size, M]"""
+        return self._weights[0 if self.config.tie_embeddings else -1]
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy into the existing storage. Raises ValueError, before anything is changed, unless names, shapes and dtypes match."""
+        own = self.named_weights()
+        if missing := sorted(own.keys() ^ weights.keys()):
+            raise ValueError(f"weights do not match the model: {missing[:4]} stand on one side only")
+        for name, target in own.items():
+            source = weights[name]
+            if source.shape != target.shape or source.dtype != target.dtype:
+                raise ValueError(
+                    f"weight {name} is {source.dtype}{list(source.shape)}, the model holds {target.dtype}{list(target.shape)}"
+                )
+        for name, target in own.items():
+            target.copy_(weights[name])
+
+    def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Hidden state [T, M] in float32 after the final norm."""
+        weights = iter(self._weights)
+        hidden = F.embedding(ids_T, next(weights)).float()
+        rotation = self._cos[positions_T][:, None], self._sin[positions_T][:, None]
+        for layer in range(self.config.num_layers):
+            hidden = self._block(layer, hidden, rotation, attend, [next(weights) for _ in range(9)])
+        return self._norm(hidden, next(weights))
+
+    def _block(
+        self, layer: int, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend, weights: list[Tensor]
+    ) -> Tensor:
+        norm_in, q_proj, k_proj, v_proj, o_proj, norm_mlp, gate_proj, up_proj, down_proj = weights
+        x = self._norm(hidden, norm_in)
+        q, k, v = (linear(x, w, self.numerics).view(len(x), -1, self.config.head_dim) for w in (q_proj, k_proj, v_proj))
+        mixed = attend(layer, _rotate(q, *rotation), _rotate(k, *rotation), v)
+        hidden = hidden + linear(mixed.flatten(1), o_proj, self.numerics).float()
+        x = self._norm(hidden, norm_mlp)
+        gated = silu(linear(x, gate_proj, self.numerics), self.numerics) * linear(x, up_proj, self.numerics)
+        return hidden + linear(gated, down_proj, self.numerics).float()
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight.float(), self.config.rms_norm_eps)
+
+
+def _rotate(x_THD: Tensor, cos_T1: Tensor, sin_T1: Tensor) -> Tensor:
+    """Rotary positions in the layout of Hugging Face checkpoints: first half against second half."""
+    first, second = x_THD.float().chunk(2, -1)
+    return torch.cat([first * cos_T1 - second * sin_T1, second * cos_T1 + first * sin_T1], -1).to(x_THD.dtype)

@@ -1,0 +1,168 @@
+"""Numerics modes and the operations whose bits do not depend on what else is in the batch.
+
+A sum's bits depend on its order, and libraries choose the order by the shape of the call. In `aligned` numerics every
+reduction therefore has a shape of its own that no neighbour can change: rows of a product are padded to tiles of
+`ROW_TILE` (He et al. 2025, "Defeating nondeterminism in LLM inference"), attention runs over key tiles of `KEY_TILE`
+at absolute positions with an online softmax, and the arithmetic is float32. `self_test` shows on this machine, before
+a run starts, that it holds; nothing is decided by the vendor's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# T tokens, B sequences, Q queries per sequence, S keys, H query heads, G key-value heads, D head width, K inner width
+
+ROW_TILE = 16
+"""Rows of a product are padded to a multiple of this. Small shapes take other kernels (fewer than 8 rows do)."""
+QUERY_TILE = 16
+KEY_TILE = 64
+VECTOR = 64
+"""Elements that a vector loop takes at once, at most."""
+PIECE = 32768
+"""Elements below which an elementwise operation stays on one thread."""
+
+
+class Numerics(StrEnum):
+    FAST = "fast"
+    ALIGNED = "aligned"
+
+
+class NumericsUnavailable(ValueError):
+    """This machine cannot make aligned numerics bit for bit."""
+
+
+def linear(x: Tensor, weight: Tensor, numerics: Numerics) -> Tensor:
+    """x[T, K] times weight[N, K] transposed. Aligned: in float32, and a row's bits depend on that row alone."""
+    if numerics is Numerics.FAST:
+        return F.linear(x.to(weight.dtype), weight)
+    rows = x.shape[0]
+    padded = F.pad(x.float(), (0, 0, 0, -rows % ROW_TILE))
+    return F.linear(padded, weight.float())[:rows]
+
+
+def steady(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise function whose bits at one place do not depend on the size of x or the number of threads.
+
+    Vector loops leave a rest to scalar code, whose exponential differs in the last bit; and threads cut a long array
+    anywhere. So the array is padded to whole vectors and worked in pieces that one thread takes.
+    """
+    flat = F.pad(x.flatten(), (0, -x.numel() % VECTOR))
+    pieces = [function(piece) for piece in flat.split(PIECE)]
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[: x.numel()].view_as(x)
+
+
+def silu(x: Tensor, numerics: Numerics) -> Tensor:
+    return steady(F.silu, x) if numerics is Numerics.ALIGNED else F.silu(x)
+
+
+def tiled_attention(q_BQHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, q_positions_BQ: Tensor, scale: float) -> Tensor:
+    """Causal attention in fixed tiles: keys stand at positions 0..S-1, a query at position p sees keys up to p.
+
+    A query's bits depend on its own keys alone: not on its place among the queries, on B, Q or S, nor on what stands
+    behind position p. Differentiable. Returns [B, Q, H, D] in float32.
+    """
+    batch, num_queries, heads, width = q_BQHD.shape
+    groups = k_BSGD.shape[2]
+    repeats = heads // groups
+    tiles = -(-num_queries // QUERY_TILE)
+    pad_q, pad_s = tiles * QUERY_TILE - num_queries, -k_BSGD.shape[1] % KEY_TILE
+    q = F.pad(q_BQHD.float(), (0, 0, 0, 0, 0, pad_q)) * scale
+    # one product per (sequence, query tile, key head): rows are the tile's queries of all query heads of that key head
+    q = q.view(batch, tiles, QUERY_TILE, groups, repeats, width).permute(0, 1, 3, 4, 2, 5)
+    q = q.reshape(batch * tiles * groups, repeats * QUERY_TILE, width)
+    positions = F.pad(q_positions_BQ, (0, pad_q)).view(batch, tiles, 1, 1, QUERY_TILE)
+    positions = positions.expand(batch, tiles, groups, repeats, QUERY_TILE).reshape(len(q), -1, 1)
+    keys = F.pad(k_BSGD.float(), (0, 0, 0, 0, 0, pad_s)).transpose(1, 2)
+    values = F.pad(v_BSGD.float(), (0, 0, 0, 0, 0, pad_s)).transpose(1, 2)
+
+    highest = q.new_full((*q.shape[:2], 1), -torch.inf)
+    total, out = q.new_zeros(*q.shape[:2], 1), torch.zeros_like(q)
+    for start in range(0, keys.shape[2], KEY_TILE):
+        key, value = (
+            t[:, None, :, start : start + KEY_TILE].expand(-1, tiles, -1, -1, -1).reshape(len(q), KEY_TILE, width)
+            for t in (keys, values)
+        )
+        scores = torch.bmm(q, key.transpose(1, 2))
+        ahead = torch.arange(start, start + KEY_TILE, device=q.device) > positions
+        scores = scores.masked_fill(ahead, -torch.inf)
+        new_highest = torch.maximum(highest, scores.amax(-1, keepdim=True))
+        shrink, weights = steady(torch.exp, highest - new_highest), steady(torch.exp, scores - new_highest)
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        out = out * shrink + torch.bmm(weights, value)
+        highest = new_highest
+    out = (out / total).view(batch, tiles, groups, repeats, QUERY_TILE, width).permute(0, 1, 4, 2, 3, 5)
+    return out.reshape(batch, tiles * QUERY_TILE, heads, width)[:, :num_queries]
+
+
+def plain_attention(q_BQHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, q_positions_BQ: Tensor, scale: float) -> Tensor:
+    """The same attention by torch's own kernel: fast, and its bits depend on the shape of the call."""
+    keys = torch.arange(k_BSGD.shape[1], device=q_BQHD.device)
+    mask_B1QS = (keys <= q_positions_BQ[..., None])[:, None]
+    q, k, v = (t.transpose(1, 2) for t in (q_BQHD, k_BSGD, v_BSGD))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1QS, scale=scale, enable_gqa=True).transpose(1, 2)
+
+
+def attention(
+    q_BQHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, q_positions_BQ: Tensor, scale: float, numerics: Numerics
+) -> Tensor:
+    kernel = tiled_attention if numerics is Numerics.ALIGNED else plain_attention
+    return kernel(q_BQHD, k_BSGD, v_BSGD, q_positions_BQ, scale)
+
+
+def self_test(hidden_size: int = 128, intermediate_size: int = 344, vocab_size: int = 264, head_dim: int = 32) -> None:
+    """Show on this machine that rows do not depend on their neighbours, for a model's own shapes.
+
+    Raises NumericsUnavailable with the operation that failed.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(272, max(hidden_size, intermediate_size), generator=generator)
+    shapes = [(hidden_size, hidden_size), (hidden_size, intermediate_size), (intermediate_size, hidden_size)]
+    for inner, outer in [*shapes, (hidden_size, vocab_size)]:
+        weight = torch.randn(outer, inner, generator=generator)
+        x = rows[:, :inner].contiguous()
+        whole = linear(x, weight, Numerics.ALIGNED)
+        for first, count in ((0, 1), (5, 2), (3, 3), (1, 8), (0, 16), (7, 17), (2, 64), (11, 256)):
+            part = linear(x[first : first + count], weight, Numerics.ALIGNED)
+            _require(torch.equal(part, whole[first : first + count]), f"a {inner}x{outer} product of {count} rows")
+    _test_attention(head_dim, generator)
+    _test_rows(rows)
+
+
+def _test_attention(head_dim: int, generator: torch.Generator) -> None:
+    q = torch.randn(1, 150, 4, head_dim, generator=generator)
+    k, v = torch.randn(2, 1, 150, 2, head_dim, generator=generator)
+    positions = torch.arange(150)[None]
+    whole = tiled_attention(q, k, v, positions, 0.2)
+    for first, count in ((0, 1), (149, 1), (60, 9), (0, 100), (64, 64)):
+        end = first + count
+        part = tiled_attention(q[:, first:end], k[:, :end], v[:, :end], positions[:, first:end], 0.2)
+        _require(torch.equal(part, whole[:, first:end]), f"attention of {count} queries from position {first}")
+    pairs = [t.expand(5, *t.shape[1:]) for t in (q[:, 70:71], k, v, positions[:, 70:71])]
+    many = tiled_attention(*pairs, 0.2)
+    _require(torch.equal(many[3], whole[0, 70:71]), "attention of five sequences at once")
+
+
+def _test_rows(rows: Tensor) -> None:
+    for name, function in (
+        ("softmax", lambda x: x.log_softmax(-1)),
+        ("norm", lambda x: F.rms_norm(x, x.shape[-1:])),
+        ("silu", lambda x: silu(x, Numerics.ALIGNED)),
+        ("cumulative sum", lambda x: x.softmax(-1).cumsum(-1)),
+    ):
+        whole = function(rows)
+        for first, count in ((0, 1), (5, 3), (2, 64)):
+            _require(torch.equal(function(rows[first : first + count]), whole[first : first + count]), name)
+
+
+def _require(equal: bool, what: str) -> None:
+    if not equal:
+        raise NumericsUnavailable(
+            f"numerics=aligned needs results that do not depend on the rest of the batch, and on this machine {what} "
+            "do(es): set numerics to fast, or on an Intel CPU start with MKL_CBWR=AVX512,STRICT"
+        )
