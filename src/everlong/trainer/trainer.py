@@ -1,0 +1,227 @@
+"""The trainer of one machine: owns masters, moments and the count of batches, and puts versions and checkpoints out.
+
+Heavy work runs in one thread of its own while it holds the compute lease, so that engine and trainer take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from everlong.contracts.ports import ObjectStore
+from everlong.contracts.records import (
+    PublishedVersion,
+    ScoredColumns,
+    ScoreRequest,
+    TrainBatch,
+    TrainerStatus,
+    TrainReport,
+)
+from everlong.models.checkpoint import save_checkpoint
+from everlong.models.llama.model import Llama
+from everlong.models.numerics import Numerics
+from everlong.trainer.checkpoint import CheckpointStore
+from everlong.trainer.config import GrpoConfig, OptimizerConfig, RatioConfig, SapoConfig, TrainerConfig, check_effective
+from everlong.trainer.corrections import mismatch_metrics
+from everlong.trainer.optimizer import MasterOptimizer, learning_rate
+from everlong.trainer.replay import check_micro_batch
+from everlong.trainer.scoring import score_micro_batch
+from everlong.trainer.step import BatchGradient, Objective, PreparedBatch, batch_gradient, deterministic, prepare_batch
+from everlong.trainer.tally import Tally
+from everlong.weights import RawTensor, WeightPublisher, WeightSet, fingerprint
+
+R = TypeVar("R")
+
+
+class PolicyTrainer:
+    """A `Trainer`. The policy version is the number of batches trained."""
+
+    def __init__(
+        self,
+        model: Llama,
+        *,
+        config: TrainerConfig,
+        loss: SapoConfig | GrpoConfig,
+        ratio: RatioConfig,
+        optimizer: OptimizerConfig,
+        numerics: Numerics,
+        store: ObjectStore,
+        publisher: WeightPublisher,
+        seed: int,
+        lease: asyncio.Lock,
+    ) -> None:
+        """`seed` is the run's: a checkpoint of a run with another one is refused. `lease` is shared with the engine.
+
+        Takes over the model. Raises ValueError where the loss could not change the gradient.
+        """
+        check_effective(loss, ratio, config.updates_per_batch)
+        if numerics is not model.numerics:
+            raise ValueError(
+                f"the model was built with numerics {model.numerics}, the trainer was asked for {numerics}"
+            )
+        self._model, self._config, self._optimizer_config = model, config, optimizer
+        self._objective = Objective(loss, ratio)
+        self._initial = {name: weight.detach().clone() for name, weight in model.named_weights().items()}
+        self._optimizer = MasterOptimizer(model, optimizer)
+        self._checkpoints = CheckpointStore(store, config.checkpoint_keep)
+        self._publisher, self._seed, self._lease = publisher, seed, lease
+        self._num_batches = 0
+        self._published: WeightSet | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+
+    async def train(self, batch: TrainBatch) -> TrainReport:
+        """Raises ValueError for a batch out of order or one that does not hold together, before anything is changed."""
+        return await self._run(lambda: self._train(batch))
+
+    async def score(self, request: ScoreRequest) -> ScoredColumns:
+        """Supervised tokens are scored at temperature 1."""
+        return await self._run(lambda: self._score(request))
+
+    async def save(self) -> TrainerStatus:
+        """Raises AlreadyExists where a checkpoint of this batch holds other weights, StoreError."""
+        return await self._run(self._save)
+
+    async def restore(self, num_batches: int | None = None) -> TrainerStatus:
+        """Raises StoreError for a damaged checkpoint, naming an older one; ValueError for one of another run or model."""
+        return await self._run(lambda: self._restore(num_batches))
+
+    async def publish(self) -> PublishedVersion:
+        """Raises what `WeightPublisher.publish` raises."""
+        return await self._run(self._publish)
+
+    async def export(self, folder: str) -> None:
+        """Write the policy as a Hugging Face checkpoint. Raises FileExistsError where the folder is there already."""
+        await self._run(lambda: save_checkpoint(self._model, Path(folder)))
+
+    async def close(self) -> None:
+        """What runs is finished first; the trainer takes no more calls. Idempotent."""
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def _run(self, work: Callable[[], R]) -> R:
+        """Do the work in the trainer's thread under the lease, which a cancelled caller keeps until the thread is done."""
+        async with self._lease:
+            future = asyncio.get_running_loop().run_in_executor(self._thread, work)
+            try:
+                return await asyncio.shield(future)
+            finally:
+                await asyncio.wait([future])
+
+    # In the thread ---------------------------------------------------------------------------------------------------
+
+    def _train(self, batch: TrainBatch) -> TrainReport:
+        if batch.batch != self._num_batches:
+            raise ValueError(
+                f"expected batch {self._num_batches}, got batch {batch.batch}: batches train once each and in order"
+            )
+        prepared = prepare_batch(batch, self._objective.loss, self._model.config)
+        tally = Tally()
+        tally.total("tokens/trained", prepared.num_trained)
+        tally.total("tokens/forward", sum(len(micro_batch.columns) for micro_batch in batch.micro_batches))
+        num_updates = 0
+        if prepared.num_trained:
+            num_updates = self._config.updates_per_batch
+            self._update(prepared, num_updates, tally)
+            _tally_records(prepared, self._num_batches, tally)
+        else:
+            tally.mean("loss", 0.0)
+            tally.total("batches_without_tokens", 1)
+        self._num_batches += 1
+        return TrainReport(
+            batch=batch.batch,
+            policy_version=self._num_batches,
+            num_updates=num_updates,
+            metrics=tally.metrics(),
+        )
+
+    def _update(self, batch: PreparedBatch, num_updates: int, tally: Tally) -> None:
+        first: BatchGradient | None = None
+        for _ in range(num_updates):
+            with deterministic():
+                step = batch_gradient(
+                    self._model, batch, self._objective, None if first is None else first.logprobs,
+                    self._config.head_chunk_tokens, tally,
+                )  # fmt: skip
+            with tally.seconds("optimizer"):
+                norm = self._optimizer.step(step.gradient, self._num_batches)
+            first = first or step
+            tally.mean("loss", step.loss)
+            tally.mean("grad_norm", norm)
+        assert first is not None
+        tally.total("learning_rate", learning_rate(self._optimizer_config, self._num_batches))
+        behaviour = torch.cat([micro_batch.behaviour_P for micro_batch in batch.micro_batches])
+        if len(behaviour):
+            for name, value in mismatch_metrics(torch.cat(first.logprobs) - behaviour).items():
+                tally.total(name, value)
+
+    def _score(self, request: ScoreRequest) -> ScoredColumns:
+        for index, micro_batch in enumerate(request.micro_batches):
+            check_micro_batch(index, micro_batch, self._model.config)
+        chunk = self._config.head_chunk_tokens
+        scores = tuple(score_micro_batch(self._model, micro_batch, chunk) for micro_batch in request.micro_batches)
+        return ScoredColumns(logprobs=scores, policy_version=self._num_batches)
+
+    def _save(self) -> TrainerStatus:
+        status = self._status()
+        self._checkpoints.save(self._num_batches, self._seed, status.fingerprint, self._optimizer.state())
+        return status
+
+    def _restore(self, num_batches: int | None) -> TrainerStatus:
+        numbers = [n for n in self._checkpoints.numbers() if num_batches is None or n <= num_batches]
+        if numbers:
+            manifest, tensors = self._checkpoints.load(numbers[-1])
+            if manifest.seed != self._seed:
+                raise ValueError(
+                    f"checkpoint {manifest.num_batches} is of a run with seed {manifest.seed}, this run has {self._seed}: "
+                    "give each run a store of its own"
+                )
+            self._optimizer.load_state(tensors)
+        else:
+            self._model.load_weights(self._initial)
+            self._optimizer.reset()
+        self._num_batches = numbers[-1] if numbers else 0
+        self._published = None
+        return self._status()
+
+    def _publish(self) -> PublishedVersion:
+        weights = weight_set(self._model, self._num_batches)
+        base = self._published if self._published is None or self._published.version < weights.version else None
+        published = self._publisher.publish(weights, base)
+        self._published = weights
+        return published
+
+    def _status(self) -> TrainerStatus:
+        return TrainerStatus(
+            num_batches=self._num_batches,
+            policy_version=self._num_batches,
+            fingerprint=fingerprint(weight_set(self._model, self._num_batches)),
+        )
+
+
+def weight_set(model: Llama, version: int) -> WeightSet:
+    """A copy of the model's weights as bits."""
+    tensors = {}
+    for name, weight in model.named_weights().items():
+        wide = weight.dtype == torch.float32
+        bits = weight.detach().contiguous().view(torch.int32 if wide else torch.int16).numpy().copy()
+        tensors[name] = RawTensor(
+            dtype="float32" if wide else "bfloat16",
+            shape=tuple(weight.shape),
+            bits=bits.view(np.uint32 if wide else np.uint16),
+        )
+    return WeightSet(version=version, tensors=tensors)
+
+
+def _tally_records(batch: PreparedBatch, policy_version: int, tally: Tally) -> None:
+    """What the records say of the trained tokens that the policy sampled: their age in versions, their kept sets."""
+    for prepared in batch.micro_batches:
+        columns, tokens = prepared.micro_batch.columns, prepared.rows.tokens[prepared.policy_P.numpy()]
+        ages = torch.from_numpy(policy_version - columns.versions[tokens])
+        tally.mean("staleness/mean", ages)
+        tally.highest("staleness/max", ages)
+        tally.mean("kept/singleton_share", torch.from_numpy(np.diff(columns.kept.offsets)[tokens] == 1))
