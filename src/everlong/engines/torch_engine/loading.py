@@ -1,0 +1,36 @@
+"""Between raw bits and the model's parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everlong.models.llama.model import Llama
+from everlong.weights import RawTensor, WeightSet, fingerprint
+
+_DTYPES = {
+    "float32": (torch.float32, torch.uint32),
+    "bfloat16": (torch.bfloat16, torch.uint16),
+}
+
+
+def load_weight_set(model: Llama, weights: WeightSet) -> None:
+    """Copy into the parameters in place. Raises ValueError, before anything is changed, where they do not fit."""
+    model.load_weights({name: _tensor_of(raw) for name, raw in weights.tensors.items()})
+
+
+def fingerprint_of_model(model: Llama) -> str:
+    """Of the bits that the next token will be computed with."""
+    return fingerprint({name: _raw_of(weight) for name, weight in model.named_weights().items()})
+
+
+def _tensor_of(raw: RawTensor) -> Tensor:
+    bits = raw.bits if raw.bits.flags.writeable else raw.bits.copy()  # torch warns of memory it could not write to
+    return torch.from_numpy(np.ascontiguousarray(bits)).view(_DTYPES[raw.dtype][0])
+
+
+def _raw_of(weight: Tensor) -> RawTensor:
+    name = str(weight.dtype).removeprefix("torch.")
+    bits = weight.detach().contiguous().view(_DTYPES[name][1]).numpy()
+    return RawTensor(name, tuple(weight.shape), bits)  # type: ignore[arg-type]
