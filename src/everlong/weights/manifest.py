@@ -1,0 +1,110 @@
+"""What a published version consists of, and the keys under which it lies."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from everlong.contracts.errors import NotFound, StoreError
+from everlong.contracts.ports import ObjectStore
+from everlong.contracts.records import PublishedVersion, Record
+from everlong.weights.tensors import WeightDtype
+
+VERSIONS = "weights/versions/"
+SHARDS = "weights/shards/"
+
+
+class Codec(StrEnum):
+    SAME = "same"
+    """Bit for bit the base's tensor; no payload."""
+    DELTA = "delta"
+    FULL = "full"
+
+
+class TensorEntry(Record, frozen=True, kw_only=True):
+    """One tensor of a version.
+
+    Example: TensorEntry(name="head.weight", dtype="bfloat16", shape=(512, 64), codec=Codec.DELTA, checksum="5f..",
+             num_changed=301, shard=0, offset=0, size_bytes=412)
+    """
+
+    name: str
+    dtype: WeightDtype
+    shape: tuple[int, ...]
+    codec: Codec
+    checksum: str
+    """xxh3-128 of the tensor after apply."""
+    num_changed: int
+    shard: int = -1
+    """Index into the manifest's shards; -1 without payload."""
+    offset: int = 0
+    size_bytes: int = 0
+
+
+class Shard(Record, frozen=True, kw_only=True):
+    """An object that holds payloads back to back; its name is the hash of its content."""
+
+    hash: str
+    """blake3, hex."""
+    size_bytes: int
+
+    @property
+    def key(self) -> str:
+        return SHARDS + self.hash
+
+
+class Manifest(Record, frozen=True, kw_only=True):
+    """Everything about one version. It is written after its shards, so whoever sees it can read the version whole."""
+
+    version: int
+    base_version: int | None
+    """None for an anchor."""
+    num_deltas: int
+    """Deltas between the last anchor and this version; 0 for an anchor."""
+    fingerprint: str
+    num_values: int
+    num_changed: int
+    """Against the base that was given when it was published; all of them without one."""
+    shards: tuple[Shard, ...]
+    tensors: tuple[TensorEntry, ...]
+    format: int = 1
+
+    @property
+    def published(self) -> PublishedVersion:
+        return PublishedVersion(
+            version=self.version,
+            base_version=self.base_version,
+            size_bytes=sum(shard.size_bytes for shard in self.shards),
+            num_values=self.num_values,
+            num_changed=self.num_changed,
+            fingerprint=self.fingerprint,
+        )
+
+
+def version_key(version: int) -> str:
+    return f"{VERSIONS}{version:08d}"
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    return msgspec.json.encode(manifest)
+
+
+def load_manifest(store: ObjectStore, version: int) -> Manifest | None:
+    """None where the version is not published. Raises StoreError for one that cannot be read."""
+    try:
+        raw = store.get(version_key(version))
+    except NotFound:
+        return None
+    try:
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise StoreError(
+            f"manifest of version {version} is damaged ({error}): publish the version elsewhere"
+        ) from error
+    if manifest.format != 1 or manifest.version != version:
+        raise StoreError(
+            f"manifest {version_key(version)} says version {manifest.version}, format {manifest.format}; "
+            f"expected version {version}, format 1: it was written by another everlong or moved"
+        )
+    return manifest
