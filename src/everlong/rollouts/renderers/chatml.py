@@ -1,0 +1,131 @@
+"""ChatML: <|im_start|>role, newline, text, <|im_end|>, newline. The model stops at <|im_end|>; the newline is the template's.
+
+The next prompt is what the engine saw and sampled plus a bridge: the template's separator, the new messages and the
+header of the next answer. So nothing that was sampled is ever encoded again, and no separator is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+from everlong.contracts.records import Record
+from everlong.rollouts.messages import Message, ToolCall
+from everlong.rollouts.renderers.tokenizers import Tokenizer
+
+ToolSyntax = Literal["dollar", "hermes"]
+_HERMES = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+class ParsedTurn(Record, frozen=True, kw_only=True):
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    malformed: bool = False
+    """The text holds a call that cannot be read."""
+
+
+class Renderer(Protocol):
+    tokenizer: Tokenizer
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]: ...
+
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        """A whole prompt, ending with the header of the answer."""
+        ...
+
+    def bridge(self, last_sampled: int | None, messages: Sequence[Message]) -> list[int]:
+        """What follows a sampled turn whose last id was `last_sampled` (None: nothing was sampled)."""
+        ...
+
+    def parse(self, ids: Sequence[int], turn: int) -> ParsedTurn: ...
+
+    def answer(self, message: Message) -> list[int]:
+        """The ids a model would have to sample to say this assistant message, with the end of the turn."""
+        ...
+
+
+class ChatML:
+    def __init__(self, tokenizer: Tokenizer, tool_syntax: ToolSyntax = "dollar") -> None:
+        self.tokenizer, self._syntax = tokenizer, tool_syntax
+        self._start, self._end = tokenizer.special("<|im_start|>"), tokenizer.special("<|im_end|>")
+        self._newline = tokenizer.encode("\n")
+        self._header = [self._start, *tokenizer.encode("assistant\n")]
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return (self._end,)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        if tools and self._syntax == "hermes":
+            messages = _with_tools(messages, tools)
+        return [*self._render(messages), *self._header]
+
+    def bridge(self, last_sampled: int | None, messages: Sequence[Message]) -> list[int]:
+        closing = [] if last_sampled == self._end else [self._end]
+        return [*closing, *self._newline, *self._render(messages), *self._header]
+
+    def parse(self, ids: Sequence[int], turn: int) -> ParsedTurn:
+        text = self.tokenizer.decode(ids)
+        return _parse_dollar(text, turn) if self._syntax == "dollar" else _parse_hermes(text, turn)
+
+    def answer(self, message: Message) -> list[int]:
+        return [*self.tokenizer.encode(self._text(message)), self._end]
+
+    def _render(self, messages: Sequence[Message]) -> list[int]:
+        ids: list[int] = []
+        for message in messages:
+            role, text = message.role, self._text(message)
+            if role == "tool" and self._syntax == "hermes":
+                role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
+            ids += [self._start, *self.tokenizer.encode(f"{role}\n{text}"), self._end, *self._newline]
+        return ids
+
+    def _text(self, message: Message) -> str:
+        if not message.tool_calls:
+            return message.content
+        if self._syntax == "dollar":
+            return "\n".join(f"$ {call.arguments.get('command', '')}" for call in message.tool_calls)
+        calls = [
+            f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': call.arguments})}\n</tool_call>"
+            for call in message.tool_calls
+        ]
+        return "\n".join([message.content, *calls] if message.content else calls)
+
+
+def _parse_dollar(text: str, turn: int) -> ParsedTurn:
+    stripped = text.lstrip()
+    if not stripped.startswith("$"):
+        return ParsedTurn(content=text.strip())
+    command = stripped[1:].strip()
+    if not command:
+        return ParsedTurn(content="", malformed=True)
+    call = ToolCall(id=f"call-{turn}-0", name="bash", arguments={"command": command})
+    return ParsedTurn(content="", tool_calls=(call,))
+
+
+def _parse_hermes(text: str, turn: int) -> ParsedTurn:
+    calls, malformed = [], False
+    for place, match in enumerate(_HERMES.finditer(text)):
+        try:
+            body = json.loads(match[1])
+            calls.append(ToolCall(id=f"call-{turn}-{place}", name=body["name"], arguments=dict(body["arguments"])))
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+            malformed = True
+    content = _HERMES.sub("", text).strip()
+    malformed = malformed or "<tool_call>" in content
+    return ParsedTurn(content=content, tool_calls=tuple(calls), malformed=malformed)
+
+
+def _with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    listing = "\n".join(json.dumps(tool) for tool in tools)
+    text = (
+        f"You may call these tools:\n<tools>\n{listing}\n</tools>\nTo call one, answer with "
+        '<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>'
+    )
+    if messages and messages[0].role == "system":
+        first = Message(role="system", content=f"{messages[0].content}\n\n{text}")
+        return [first, *messages[1:]]
+    return [Message(role="system", content=text), *messages]

@@ -1,0 +1,145 @@
+"""From an order to an episode: sandbox, session, harness, grading; every failure attributed to the one who caused it.
+
+A failed episode is data and is returned, with its reason. Only what breaks the run itself goes on outwards: a worker
+that died, and a cancellation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from everlong.contracts.errors import EngineError, Reason, SandboxError, WorkerDied, WorkerError
+from everlong.contracts.ports import Engine, Sandbox, SandboxBackend
+from everlong.contracts.records import Episode, EpisodeOrder, SamplingParams, Task, Verdict
+from everlong.environments.grading.verifier import grade
+from everlong.environments.tasks.harbor import HarborTask
+from everlong.environments.tasks.opening import open_task
+from everlong.rollouts.gateway.session import ContextFull, Journal, Session, SessionLimits, TurnLimit
+from everlong.rollouts.renderers.chatml import Renderer
+
+
+class Harness(Protocol):
+    async def run(self, task: Task, session: Session, sandbox: Sandbox) -> Reason: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How every turn of the run is sampled."""
+
+    engine: Engine
+    renderer: Renderer
+    params: SamplingParams
+    run_seed: int
+    limits: SessionLimits
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What is known of an episode while it runs."""
+
+    reason: Reason = Reason.DONE
+    verdict: Verdict = field(default_factory=lambda: Verdict(reward=None))
+    error: str = ""
+    session: Session | None = None
+
+    def fail(self, reason: Reason) -> None:
+        self.reason, self.error = reason, traceback.format_exc()
+
+
+class EpisodeRunner:
+    def __init__(
+        self,
+        *,
+        tasks: Mapping[str, HarborTask],
+        backend: SandboxBackend,
+        harness: Harness,
+        sampling: Sampling,
+        journal: Journal,
+    ) -> None:
+        self._tasks, self._backend, self._harness = tasks, backend, harness
+        self._sampling, self._journal = sampling, journal
+
+    async def run(self, order: EpisodeOrder) -> Episode:
+        started = time.monotonic()
+        attempt = _Attempt()
+        try:
+            sandbox = await open_task(self._tasks[order.task], self._backend, f"{order.episode}.{order.incarnation}")
+        except SandboxError:
+            attempt.fail(Reason.SANDBOX_CRASH)
+        else:
+            try:
+                await self._act(order, attempt, sandbox)
+                await self._grade(order, attempt, sandbox)
+            finally:
+                await asyncio.shield(sandbox.close())
+        return self._episode(order, attempt, time.monotonic() - started)
+
+    async def _act(self, order: EpisodeOrder, attempt: _Attempt, sandbox: Sandbox) -> None:
+        task = self._tasks[order.task].task
+        sampling = self._sampling
+        session = attempt.session = Session(
+            order,
+            engine=sampling.engine,
+            renderer=sampling.renderer,
+            params=sampling.params,
+            run_seed=sampling.run_seed,
+            limits=sampling.limits,
+            journal=self._journal,
+        )
+        try:
+            async with asyncio.timeout(task.agent_timeout_s) as limit:
+                attempt.reason = await self._harness.run(task, session, sandbox)
+        except TimeoutError:
+            attempt.fail(Reason.AGENT_TIMEOUT if limit.expired() else Reason.HARNESS_CRASH)
+        except ContextFull:
+            attempt.reason = Reason.CONTEXT_FULL
+        except TurnLimit:
+            attempt.reason = Reason.TURN_LIMIT
+        except (WorkerDied, WorkerError):
+            raise
+        except SandboxError:
+            attempt.fail(Reason.SANDBOX_CRASH)
+        except EngineError:
+            attempt.fail(Reason.ENGINE_FAILURE)
+        except Exception:
+            attempt.fail(Reason.HARNESS_CRASH)
+        finally:
+            session.close()
+        if attempt.reason.trustworthy and not session.turns:
+            attempt.reason = Reason.NOTHING_SAMPLED
+
+    async def _grade(self, order: EpisodeOrder, attempt: _Attempt, sandbox: Sandbox) -> None:
+        """Grade what the agent left behind, also when its time or its context ran out. No verdict is not a reward of 0."""
+        if not attempt.reason.trustworthy:
+            attempt.verdict = Verdict(reward=None, reason=attempt.reason)
+            return
+        try:
+            attempt.verdict = await grade(self._tasks[order.task], sandbox)
+        except SandboxError:
+            attempt.fail(Reason.SANDBOX_CRASH)
+            attempt.verdict = Verdict(reward=None, reason=Reason.SANDBOX_CRASH)
+        except Exception:
+            attempt.fail(Reason.VERIFIER_CRASH)
+            attempt.verdict = Verdict(reward=None, reason=Reason.VERIFIER_CRASH)
+        if attempt.verdict.reason is not None:
+            attempt.reason = attempt.verdict.reason
+
+    def _episode(self, order: EpisodeOrder, attempt: _Attempt, elapsed_s: float) -> Episode:
+        session = attempt.session
+        if session is None:
+            attempt.verdict = Verdict(reward=None, reason=attempt.reason)
+        return Episode(
+            order=order,
+            reason=attempt.reason,
+            verdict=attempt.verdict,
+            turns=session.turns if session else (),
+            num_discarded=session.num_discarded if session else 0,
+            elapsed_s=elapsed_s,
+            metrics={"forks": float(session.num_forks)} if session else {},
+            error=attempt.error,
+        )
