@@ -215,7 +215,8 @@ class ScoredGroup(Record, frozen=True, kw_only=True, eq=False):
     """Aligned with `episodes`."""
     baseline: float | None = None
     discarded: str | None = None
-    """Why the whole group does not train: "zero_signal", "too_few_verdicts"; None where it trains."""
+    """Why the whole group has nothing to teach: "zero_signal" (all rewards equal; admission may keep it), "too_few_verdicts";
+    None where it trains."""
 
 
 # Trainer -------------------------------------------------------------------------------------------------------------

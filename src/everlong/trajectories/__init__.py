@@ -1,0 +1,1 @@
+"""From turns to batches: the tree of an episode, credit, admission, packing. Numpy at most."""

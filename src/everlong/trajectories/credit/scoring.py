@@ -1,0 +1,50 @@
+"""One credit per episode of a group, by the estimator that the settings name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from everlong.contracts.records import Episode, ScoredGroup
+from everlong.trajectories.credit.group_mean import GroupMeanConfig, all_equal, group_mean, mean
+
+CreditConfig = GroupMeanConfig
+"""A second estimator makes this a union that `type` tells apart."""
+
+
+def score_group(group: int, task: str, episodes: Sequence[Episode], config: CreditConfig) -> ScoredGroup:
+    """Compare the episodes that have a verdict; one without has credit None and no part in the baseline.
+
+    Raises ValueError where an episode is of another group or task, is there twice, or has a reward that is not finite.
+    """
+    _check_members(group, task, episodes)
+    rewards = [episode.reward for episode in episodes]
+    verdicts = [reward for reward in rewards if reward is not None]
+    if len(verdicts) < config.min_verdicts:
+        nobody = (None,) * len(episodes)
+        return ScoredGroup(
+            group=group, task=task, episodes=tuple(episodes), credits=nobody, discarded="too_few_verdicts"
+        )
+    advantages = iter(group_mean(verdicts, config))
+    return ScoredGroup(
+        group=group,
+        task=task,
+        episodes=tuple(episodes),
+        credits=tuple(None if reward is None else next(advantages) for reward in rewards),
+        baseline=mean(verdicts),
+        discarded="zero_signal" if all_equal(verdicts) else None,
+    )
+
+
+def _check_members(group: int, task: str, episodes: Sequence[Episode]) -> None:
+    """A group is a number, never a name: names can collide once they are joined, numbers cannot."""
+    for episode in episodes:
+        order = episode.order
+        if (order.group, order.task) != (group, task):
+            raise ValueError(
+                f"expected episodes of group {group} at task {task!r}, got {order.group} at {order.task!r}"
+            )
+        if episode.reward is not None and not math.isfinite(episode.reward):
+            raise ValueError(f"{episode.id} has reward {episode.reward}: a verdict is a finite number or None")
+    if len({episode.id for episode in episodes}) != len(episodes):
+        raise ValueError(f"group {group} holds an episode twice: {sorted(episode.id for episode in episodes)}")
