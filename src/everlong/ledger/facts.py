@@ -1,0 +1,183 @@
+"""The facts of a run, one record each, in the order in which they usually come."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from everlong.contracts.errors import LedgerError, Reason
+from everlong.contracts.records import Purpose, Record
+
+
+class EpisodeState(StrEnum):
+    """Where an episode stands. The last five are ends: an episode reaches exactly one of them, once."""
+
+    RUNNING = "running"
+    INTERRUPTED = "interrupted"
+    """A crash of ours stopped it: the same attempt starts again, or is cancelled."""
+    FINISHED = "finished"
+    """It is stored and waits for what becomes of it."""
+    TRAINED = "trained"
+    EVALUATED = "evaluated"
+    DISCARDED = "discarded"
+    """On purpose: stale, filtered, of a group without signal."""
+    FAILED = "failed"
+    """Through no doing of the agent."""
+    CANCELLED = "cancelled"
+
+    @property
+    def terminal(self) -> bool:
+        return self not in (EpisodeState.RUNNING, EpisodeState.INTERRUPTED, EpisodeState.FINISHED)
+
+
+class _Fact(Record, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Written once, never changed. The tag is the class's name."""
+
+
+class RunStarted(_Fact, frozen=True, kw_only=True):
+    seed: int
+    config_hash: str
+    tasks_hash: str
+
+
+class RunResumed(_Fact, frozen=True, kw_only=True):
+    """Another process goes on with the run."""
+
+    num_batches: int | None = None
+    """Batches that the restored checkpoint holds: those after it are trained again. None where nothing was lost."""
+
+
+class GroupOpened(_Fact, frozen=True, kw_only=True):
+    purpose: Purpose
+    group: int
+    task: str
+    content_hash: str
+    """Of the task."""
+
+
+class EpisodeStarted(_Fact, frozen=True, kw_only=True):
+    episode: str
+    group: int
+    attempt: int
+    purpose: Purpose
+    task: str
+    incarnation: int
+    """0, then one more after each interruption."""
+
+
+class TurnSampled(_Fact, frozen=True, kw_only=True):
+    episode: str
+    incarnation: int
+    turn: int
+    num_tokens: int
+
+
+class TokensDiscarded(_Fact, frozen=True, kw_only=True):
+    """Tokens that an engine sampled and that are in no turn."""
+
+    episode: str
+    incarnation: int
+    num_tokens: int
+    reason: str
+
+
+class EpisodeInterrupted(_Fact, frozen=True, kw_only=True):
+    """This incarnation is lost: what its turns sampled ends as discarded, reason "interrupted"."""
+
+    episode: str
+    incarnation: int
+
+
+class EpisodeFinished(_Fact, frozen=True, kw_only=True):
+    """The episode is stored under `payload_key`; what becomes of it is not yet known."""
+
+    episode: str
+    incarnation: int
+    reason: Reason
+    reward: float | None
+    """None where there is no verdict that may teach."""
+    num_sampled: int
+    payload_key: str
+    payload_hash: str
+
+
+class BatchClosed(_Fact, frozen=True, kw_only=True):
+    """The batch trains on these groups and no others. A supervised batch has none."""
+
+    batch: int
+    groups: tuple[int, ...]
+
+
+class BatchTrained(_Fact, frozen=True, kw_only=True):
+    batch: int
+    policy_version: int
+
+
+class EpisodeEnded(_Fact, frozen=True, kw_only=True):
+    """The end: no fact about the episode follows."""
+
+    episode: str
+    state: EpisodeState
+    reason: str
+    trained: int
+    """Sampled tokens that were trained."""
+    discarded: dict[str, int]
+    """Sampled tokens that were not, by reason; those of earlier `TokensDiscarded` facts of this incarnation included."""
+
+
+class VersionPublished(_Fact, frozen=True, kw_only=True):
+    version: int
+    base_version: int | None
+    size_bytes: int
+
+
+class EngineUpdated(_Fact, frozen=True, kw_only=True):
+    version: int
+
+
+class EvalFinished(_Fact, frozen=True, kw_only=True):
+    index: int
+    policy_version: int
+    successes: int
+    episodes: int
+    """With a verdict."""
+
+
+class RunFinished(_Fact, frozen=True, kw_only=True):
+    """Everything that was started has ended."""
+
+
+Fact = (
+    RunStarted
+    | RunResumed
+    | GroupOpened
+    | EpisodeStarted
+    | TurnSampled
+    | TokensDiscarded
+    | EpisodeInterrupted
+    | EpisodeFinished
+    | BatchClosed
+    | BatchTrained
+    | EpisodeEnded
+    | VersionPublished
+    | EngineUpdated
+    | EvalFinished
+    | RunFinished
+)
+
+_DECODER = msgspec.json.Decoder(Fact)
+
+
+def encode_fact(fact: Fact) -> str:
+    return msgspec.json.encode(fact).decode()
+
+
+def decode_fact(text: str) -> Fact:
+    """Raises LedgerError where the text is not a fact."""
+    try:
+        return _DECODER.decode(text)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise LedgerError(
+            f"not a fact ({error}): {text[:200]!r}; the ledger is damaged or of another everlong"
+        ) from error
