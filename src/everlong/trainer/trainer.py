@@ -122,7 +122,7 @@ class PolicyTrainer:
         prepared = prepare_batch(batch, self._objective.loss, self._model.config)
         tally = Tally()
         tally.total("tokens/trained", prepared.num_trained)
-        tally.total("tokens/forward", sum(len(micro_batch.columns) for micro_batch in batch.micro_batches))
+        tally.total("tokens/packed", sum(len(micro_batch.columns) for micro_batch in batch.micro_batches))
         num_updates = 0
         if prepared.num_trained:
             num_updates = self._config.updates_per_batch

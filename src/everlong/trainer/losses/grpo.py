@@ -18,7 +18,8 @@ def grpo(
 ) -> LossTerms:
     """`dual_clip` None: no bound on the ratio where the credit is negative."""
     ratio_T = ratio_of(log_ratio_T)
-    lowest_T = torch.where(credit_T < 0, 1 - clip_low, 0.0).to(ratio_T)
-    highest_T = torch.where(credit_T > 0, 1 + clip_high, torch.inf if dual_clip is None else dual_clip).to(ratio_T)
+    nothing, dual = ratio_T.new_tensor(0.0), ratio_T.new_tensor(torch.inf if dual_clip is None else dual_clip)
+    lowest_T = torch.where(credit_T < 0, ratio_T.new_tensor(1 - clip_low), nothing)
+    highest_T = torch.where(credit_T > 0, ratio_T.new_tensor(1 + clip_high), dual)
     inside_T = (ratio_T >= lowest_T) & (ratio_T <= highest_T)
     return LossTerms(loss_T=-credit_T * torch.clamp(ratio_T, lowest_T, highest_T), gate_T=inside_T.detach().to(ratio_T))

@@ -14,7 +14,7 @@ from everlong.trainer.losses.terms import LossTerms, ratio_of
 
 
 def sapo(log_ratio_T: Tensor, credit_T: Tensor, tau_positive: float, tau_negative: float) -> LossTerms:
-    tau_T = torch.where(credit_T > 0, tau_positive, tau_negative)
+    tau_T = torch.where(credit_T > 0, log_ratio_T.new_tensor(tau_positive), log_ratio_T.new_tensor(tau_negative))
     gate_T = torch.sigmoid(tau_T * (ratio_of(log_ratio_T) - 1))
     soft = gate_T.detach()
     return LossTerms(loss_T=-4 / tau_T * gate_T * credit_T, gate_T=4 * soft * (1 - soft))

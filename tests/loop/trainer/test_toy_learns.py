@@ -1,0 +1,103 @@
+"""The trainer on the toy model: it learns from traces and from credit, and does it the same way twice."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from everlong.contracts.records import EpisodeShare, MicroBatch, ScoreRequest, Segment, TrainBatch
+from everlong.contracts.tokens import TokenColumns
+from everlong.models.numerics import Numerics
+from everlong.models.toy import build_toy
+from everlong.storage import open_store
+from everlong.trainer.config import GrpoConfig, OptimizerConfig, RatioConfig, SapoConfig, TokenTruncation, TrainerConfig
+from everlong.trainer.trainer import PolicyTrainer
+from everlong.weights import WeightPublisher
+
+PROMPT = TokenColumns.context(np.frombuffer(b"count the lines: ", np.uint8))
+GOOD, BAD = (np.frombuffer(text, np.uint8).astype(np.int32) for text in (b"wc -l file", b"rm -rf file"))
+
+
+def trainer_of(loss, ratio, updates=1, numerics=Numerics.FAST):
+    store = open_store("memory://")
+    return PolicyTrainer(
+        build_toy(0, numerics=numerics),
+        config=TrainerConfig(updates_per_batch=updates, head_chunk_tokens=7),
+        loss=loss,
+        ratio=ratio,
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_batches=2),
+        numerics=numerics,
+        store=store,
+        publisher=WeightPublisher(store, anchor_every=4),
+        seed=0,
+        lease=asyncio.Lock(),
+    )
+
+
+def batch_of(number, *answers):
+    segments, at = [Segment(parent=-1, start=0, length=len(PROMPT), episode=-1)], len(PROMPT)
+    for index, answer in enumerate(answers):
+        segments.append(Segment(parent=0, start=at, length=len(answer), episode=index))
+        at += len(answer)
+    micro_batch = MicroBatch(columns=TokenColumns.join([PROMPT, *answers]), segments=tuple(segments))
+    shares = tuple(EpisodeShare(episode=f"e{i}", group=0, num_trainable=len(a)) for i, a in enumerate(answers))
+    return TrainBatch(batch=number, micro_batches=(micro_batch,), episodes=shares)
+
+
+async def scores_of(trainer, *answers):
+    """Logprobs of each answer below the prompt, under the weights as they are."""
+    batch = batch_of(0, *[TokenColumns.supervised(ids) for ids in answers])
+    (logprobs,) = (await trainer.score(ScoreRequest(micro_batches=batch.micro_batches))).logprobs
+    return np.split(logprobs[len(PROMPT) :], np.cumsum([len(ids) for ids in answers])[:-1])
+
+
+async def test_traces_are_learned():
+    trainer = trainer_of(SapoConfig(), RatioConfig())
+    losses = [
+        (await trainer.train(batch_of(number, TokenColumns.supervised(GOOD)))).metrics["loss"] for number in range(25)
+    ]
+    assert losses[0] == pytest.approx(np.log(260), abs=0.2)
+    assert losses[-1] < 0.3
+
+
+@pytest.mark.parametrize("loss", [SapoConfig(), SapoConfig(reduction="sequence"), GrpoConfig()], ids=str)
+@pytest.mark.parametrize(
+    ("ratio", "updates"),
+    [(RatioConfig(), 1), (RatioConfig(base="proximal", correction=TokenTruncation()), 2)],
+    ids=["behaviour", "proximal"],
+)
+async def test_credit_moves_probability_to_what_was_rewarded(loss, ratio, updates):
+    trainer = trainer_of(loss, ratio, updates)
+    before = [scores.sum() for scores in await scores_of(trainer, GOOD, BAD)]
+    for number in range(4):
+        answers = [
+            TokenColumns.sampled_tokens(ids, logprobs, version=number).with_credit(credit)
+            for ids, logprobs, credit in zip((GOOD, BAD), await scores_of(trainer, GOOD, BAD), (1.0, -1.0), strict=True)
+        ]
+        metrics = (await trainer.train(batch_of(number, *answers))).metrics
+        assert metrics["mismatch/max"] < 1e-4
+    after = [scores.sum() for scores in await scores_of(trainer, GOOD, BAD)]
+    assert after[0] - after[1] > before[0] - before[1] + 5
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("numerics", list(Numerics))
+async def test_a_run_repeats_bit_for_bit(numerics, threads):
+    rng = np.random.default_rng(0)
+    answers = [
+        TokenColumns.sampled_tokens(rng.integers(0, 260, 90), np.full(90, -5.0), version=0).with_credit(float(c))
+        for c in rng.normal(size=6)
+    ]
+    fingerprints = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(2):
+            trainer = trainer_of(SapoConfig(), RatioConfig(), numerics=numerics)
+            for number in range(3):
+                await trainer.train(batch_of(number, *answers))
+            fingerprints.append((await trainer.save()).fingerprint)
+    finally:
+        torch.set_num_threads(before)
+    assert fingerprints[0] == fingerprints[1]
