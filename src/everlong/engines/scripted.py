@@ -59,7 +59,8 @@ class ScriptedEngine:
         """Digest of every prefix of whole blocks that the current version has seen."""
         self._faults: list[Fault] = []
         self._resumed = asyncio.Event()
-        self._aborts: dict[str, list[asyncio.Event]] = {}
+        self._running: list[tuple[str, asyncio.Event]] = []
+        """Request id, and the event that aborts it."""
         self._closed = False
         self._num_replies = 0
 
@@ -79,20 +80,20 @@ class ScriptedEngine:
         check_version(request, self._version)
         fault = self._faults.pop(0) if self._faults else None
         aborted = asyncio.Event()
-        self._aborts.setdefault(request.request_id, []).append(aborted)
+        self._running.append((request.request_id, aborted))
         try:
             if fault is Fault.FAIL:
                 raise EngineError(f"the engine was told to fail request {request.request_id}")
             await self._hold(aborted, stall=fault is Fault.STALL)
         finally:
-            self._aborts[request.request_id].remove(aborted)
+            self._running.remove((request.request_id, aborted))
         reply = self._abandon(request) if aborted.is_set() else self._answer(request, limit)
         self._num_replies += 1
         return _falsify(reply) if fault is Fault.LIE else reply
 
     async def abort(self, request_ids: tuple[str, ...]) -> None:
-        for request_id in request_ids:
-            for aborted in self._aborts.get(request_id, []):
+        for request_id, aborted in self._running:
+            if request_id in request_ids:
                 aborted.set()
 
     async def update(self, policy_version: int) -> EngineStatus:
@@ -107,9 +108,12 @@ class ScriptedEngine:
 
     async def status(self) -> EngineStatus:
         mark = f"scripted-{self._version}" if self._weights is None else fingerprint(self._weights)
-        running = sum(len(events) for events in self._aborts.values())
-        metrics = {"replies": float(self._num_replies)}
-        return EngineStatus(policy_version=self._version, fingerprint=mark, num_running=running, metrics=metrics)
+        return EngineStatus(
+            policy_version=self._version,
+            fingerprint=mark,
+            num_running=len(self._running),
+            metrics={"replies": float(self._num_replies)},
+        )
 
     async def close(self) -> None:
         """Whoever still waits gets an EngineError."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from everlong.models.llama.model import Llama
 from everlong.weights import RawTensor, WeightSet, fingerprint
+from everlong.weights.tensors import WeightDtype
 
 _DTYPES = {
     "float32": (torch.float32, torch.uint32),
@@ -31,6 +32,6 @@ def _tensor_of(raw: RawTensor) -> Tensor:
 
 
 def _raw_of(weight: Tensor) -> RawTensor:
-    name = str(weight.dtype).removeprefix("torch.")
+    name: WeightDtype = "bfloat16" if weight.dtype is torch.bfloat16 else "float32"
     bits = weight.detach().contiguous().view(_DTYPES[name][1]).numpy()
-    return RawTensor(name, tuple(weight.shape), bits)  # type: ignore[arg-type]
+    return RawTensor(name, tuple(weight.shape), bits)

@@ -150,9 +150,8 @@ class Scheduler:
             return False
         blocks, link = [], None
         if self._prefix_cache:
-            findable = (
-                len(sequence.ids) - 1
-            ) // self._pool.block_tokens  # the last token is computed: it gives the logits
+            # the last token is always computed, since it gives the logits
+            findable = (len(sequence.ids) - 1) // self._pool.block_tokens
             blocks, link = self._pool.find(self._pool.root(self._version), sequence.ids, findable)
         missing = self._pool.blocks_for(len(sequence.ids)) - len(blocks)
         if missing + len(self.running) > self._pool.num_available:
