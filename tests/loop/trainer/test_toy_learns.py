@@ -55,7 +55,7 @@ async def scores_of(trainer, *answers):
 async def test_traces_are_learned():
     trainer = trainer_of(SapoConfig(), RatioConfig())
     losses = [
-        (await trainer.train(batch_of(number, TokenColumns.supervised(GOOD)))).metrics["loss"] for number in range(25)
+        (await trainer.train(batch_of(number, TokenColumns.supervised(GOOD)))).metrics["loss"] for number in range(40)
     ]
     assert losses[0] == pytest.approx(np.log(260), abs=0.2)
     assert losses[-1] < 0.3
