@@ -8,18 +8,9 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from everlong.contracts.config import Config
 from everlong.contracts.records import Record
+from everlong.environments.tasks.config import TasksConfig
 from everlong.environments.tasks.harbor import HarborTask, read_task
-
-
-class TasksConfig(Config):
-    """Which tasks a run uses. Each path is a task folder or a folder of task folders."""
-
-    train: tuple[Path, ...] = ()
-    """Tasks that train."""
-    eval: tuple[Path, ...] = ()
-    """Held-out tasks that are only evaluated."""
 
 
 class TaskSet(Record, frozen=True, kw_only=True):

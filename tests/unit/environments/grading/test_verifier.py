@@ -143,7 +143,9 @@ def test_json_that_is_no_number_is_refused(raw: bytes):
 
 
 def test_a_sandbox_must_outlive_agent_and_verifier():
-    with pytest.raises(ValueError, match=r"must live longer than 125 s \(agent 100 s, verifier 20 s, margin 5 s\), got ttl 100 s"):
+    with pytest.raises(
+        ValueError, match=r"must live longer than 125 s \(agent 100 s, verifier 20 s, margin 5 s\), got ttl 100 s"
+    ):
         check_time_budget(100, 20, 100)
     with pytest.raises(ValueError, match="must live longer"):
         check_time_budget(100, 20, 125)

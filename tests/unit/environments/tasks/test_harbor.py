@@ -89,7 +89,12 @@ def test_a_1_0_task_is_read_and_its_old_sizes_become_todays(tmp_path: Path):
 def test_a_1_4_task_is_read_with_its_env_and_its_unknown_keys_are_named(tmp_path: Path):
     folder = write(tmp_path, **{"task.toml": TOML_1_4})
     task = read_task(folder, {"EL_KEY": "k"})
-    assert (task.id, task.task.kind, task.task.workdir, task.task.network) == ("org/hello-world", "hello", "/work", False)
+    assert (task.id, task.task.kind, task.task.workdir, task.task.network) == (
+        "org/hello-world",
+        "hello",
+        "/work",
+        False,
+    )
     assert task.task.env == {"HOST": "local", "PLAIN": "x"}
     assert (task.verifier_env, task.solution_env) == ({"MODE": "strict"}, {"KEY": "k"})
     assert task.ignored_keys == ("agent.future_key", "environment.new_thing")
@@ -139,13 +144,21 @@ def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path, file: str, c
     [
         ("task.toml", "version = ", "task.toml: Invalid value"),
         ("task.toml", 'schema_version = "9.9"', "schema_version must be one of 1.0, 1.1, 1.2, 1.3, 1.4, got '9.9'"),
-        ("task.toml", '[agent]\ntimeout_sec = "5"', r"task.toml: Expected `float \| null`, got `str` - at `\$.agent.time"),
+        (
+            "task.toml",
+            '[agent]\ntimeout_sec = "5"',
+            r"task.toml: Expected `float \| null`, got `str` - at `\$.agent.time",
+        ),
         ("task.toml", "[agent]\ntimeout_sec = -1", "agent.timeout_sec must be a finite number above 0, got -1"),
         ("task.toml", "[verifier]\ntimeout_sec = nan", "verifier.timeout_sec must be a finite number above 0"),
         ("task.toml", '[environment]\nmemory = "two"', 'environment.memory must be a size like "512M" or "2G"'),
         ("task.toml", '[environment]\nmemory = "2G"\nmemory_mb = 1', "contradicts environment.memory_mb"),
         ("instruction.md", " \n", "instruction.md is empty"),
-        ("environment/Dockerfile", "FROM a\nCOPY data /app/", "COPY data: expected .*/environment/data, found Dockerfile"),
+        (
+            "environment/Dockerfile",
+            "FROM a\nCOPY data /app/",
+            "COPY data: expected .*/environment/data, found Dockerfile",
+        ),
         ("environment/Dockerfile", "FROM a\nCOPY ../task.toml /app/", "leads out of"),
         ("environment/Dockerfile", "FROM a\nENV A", "Dockerfile, line 2: ENV needs NAME=value, got 'A'"),
     ],

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from everlong.environments.tasks.manifest import parse_manifest, render_manifest
 from everlong.environments.tasks.toml_writer import write_toml
 
-OLD = 'version = "1.0"\n[metadata]\nx = [1, 2.5]\n[environment]\nmemory = "1.5G"\nallow_internet = false\nodd = "kept"\n'
+OLD = (
+    'version = "1.0"\n[metadata]\nx = [1, 2.5]\n[environment]\nmemory = "1.5G"\nallow_internet = false\nodd = "kept"\n'
+)
 NEW = """\
 schema_version = "1.4"
 surprise = { a = [{ b = 1 }] }

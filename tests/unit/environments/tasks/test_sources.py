@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from everlong.environments.tasks.sources import TasksConfig, read_run_tasks, read_tasks
+from everlong.environments.tasks.config import TasksConfig
+from everlong.environments.tasks.sources import read_run_tasks, read_tasks
 from everlong.environments.tasks.terminal.generate import make_terminal
 
 
@@ -47,5 +48,7 @@ def test_paths_without_tasks_are_named(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="found none"):
         read_tasks([tmp_path])
     (tmp_path / "stray").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"task stray: expected the file .*/stray/task.toml, found an empty folder"):
+    with pytest.raises(
+        FileNotFoundError, match=r"task stray: expected the file .*/stray/task.toml, found an empty folder"
+    ):
         read_tasks([tmp_path])

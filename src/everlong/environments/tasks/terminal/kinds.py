@@ -93,13 +93,15 @@ def count_matches(draw: Draw) -> Variant:
 
 
 def delete_extension(draw: Draw) -> Variant:
-    folder, *names = draw.words(7)
-    deleted, kept = [f"{folder}/{name}.log" for name in names[:3]], [f"{folder}/{name}.txt" for name in names[3:]]
+    folder, outside, *names = draw.words(8)
+    ending = draw.random.choice(("log", "tmp", "bak", "old"))
+    deleted = [f"{folder}/{name}.{ending}" for name in names[:3]]
+    kept = [f"{outside}.{ending}", *(f"{folder}/{name}.txt" for name in names[3:])]
     files = {path: text(draw.lines(1, 2)) for path in (*deleted, *kept)}
     return Variant(
-        instruction=f"Delete the .log files in {folder}.",
+        instruction=f"Delete the .{ending} files in {folder}.",
         files=files,
-        commands=(f"rm {folder}/*.log",),
+        commands=(f"rm {folder}/*.{ending}",),
         checks=(*(gone(path) for path in deleted), *untouched(files, *kept)),
     )
 
@@ -173,13 +175,14 @@ def first_lines(draw: Draw) -> Variant:
 
 
 def make_executable(draw: Draw) -> Variant:
-    name, other = (f"{word}.sh" for word in draw.words(2))
-    files = {path: text(["#!/bin/bash", f"echo {draw.word()}"]) for path in (name, other)}
+    folder, *names = draw.words(3)
+    path, other = (f"{folder}/{name}.sh" for name in names)
+    files = {script: text(["#!/bin/bash", f"echo {draw.word()}"]) for script in (path, other)}
     return Variant(
-        instruction=f"Make {name} executable.",
+        instruction=f"Make {path} executable.",
         files=files,
-        commands=(f"chmod +x {name}",),
-        checks=(*untouched(files, name, other), f"[ -x {name} ]", f"[ ! -x {other} ]"),
+        commands=(f"chmod +x {path}",),
+        checks=(*untouched(files, path, other), f"[ -x {path} ]", f"[ ! -x {other} ]"),
     )
 
 
@@ -250,13 +253,14 @@ def last_lines(draw: Draw) -> Variant:
 
 
 def unpack_archive(draw: Draw) -> Variant:
-    archive, *names = draw.words(3)
+    archive, folder, present, *names = draw.words(5)
     contents = {f"{name}.txt": text(draw.lines(1, 3)) for name in names}
+    files = {f"{archive}.tar": _tar(contents), f"{folder}/{present}.txt": text(draw.lines(1, 2))}
     return Variant(
-        instruction=f"Unpack {archive}.tar.",
-        files={f"{archive}.tar": _tar(contents)},
-        commands=(f"tar xf {archive}.tar",),
-        checks=tuple(file_is(name, content.decode()) for name, content in contents.items()),
+        instruction=f"Unpack {archive}.tar into {folder}.",
+        files=files,
+        commands=(f"tar xf {archive}.tar -C {folder}",),
+        checks=tuple(file_is(f"{folder}/{name}", content.decode()) for name, content in contents.items()),
     )
 
 
