@@ -26,12 +26,13 @@ from everlong.ledger.facts import (
     TurnSampled,
     VersionPublished,
 )
-from everlong.ledger.ledger import Entry, Ledger
+from everlong.ledger.ledger import LEDGER_FILE, Entry, Ledger
 from everlong.ledger.lifecycle import BatchView, EpisodeView, GroupView, Lifecycle
 from everlong.ledger.views import Balance, Decile
 from everlong.ledger.writer import LedgerWriter
 
 __all__ = [
+    "LEDGER_FILE",
     "Balance",
     "BatchClosed",
     "BatchTrained",

@@ -10,7 +10,7 @@ import apsw
 from everlong.contracts.errors import LedgerError
 from everlong.contracts.records import Record
 from everlong.ledger.facts import EpisodeEnded, EpisodeStarted, Fact, RunFinished, TokensDiscarded, TurnSampled
-from everlong.ledger.ledger import read_entries
+from everlong.ledger.ledger import LEDGER_FILE, read_entries
 from everlong.ledger.lifecycle import Lifecycle
 from everlong.ledger.views import Balance
 
@@ -27,8 +27,10 @@ class LedgerReport(Record, frozen=True, kw_only=True):
 
 
 def check_ledger(path: str | Path) -> LedgerReport:
-    """Also while a run writes to it. Raises LedgerError where there is no ledger to read."""
+    """Of a ledger file or a run's folder, also while the run writes. Raises LedgerError where there is no ledger to read."""
     path = Path(path)
+    if path.is_dir():
+        path = path / LEDGER_FILE
     if not path.is_file():
         raise LedgerError(f"there is no ledger at {path}: give the run's folder or its ledger file")
     try:

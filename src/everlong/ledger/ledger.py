@@ -19,6 +19,9 @@ from everlong.contracts.records import Record
 from everlong.ledger.facts import Fact, decode_fact, encode_fact
 from everlong.ledger.lifecycle import Lifecycle
 
+LEDGER_FILE = "ledger.db"
+"""Its name in a run's folder."""
+
 SCHEMA_VERSION = 1
 
 SCHEMA = """
