@@ -125,9 +125,10 @@ def report(run: Path) -> None:
     run
         The run's folder.
     """
-    from everlong.observe.report import write_report
+    from everlong.cli.reporting import write_run_report
+    from everlong.cli.run_folder import RunFolder
 
-    print(write_report(run))
+    print(write_run_report(RunFolder(run)))
 
 
 @app.command

@@ -73,6 +73,10 @@ class Trainer(Protocol):
         """Put the current policy version into the object store as delta or anchor; the same version twice is one."""
         ...
 
+    async def export(self, folder: str) -> None:
+        """Write the policy as a checkpoint that other programs load. Raises FileExistsError where the folder is there."""
+        ...
+
     async def close(self) -> None: ...
 
 

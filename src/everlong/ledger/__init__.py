@@ -5,7 +5,7 @@ state; every sampled token ends as trained or discarded for a named reason. One 
 The only importer of apsw.
 """
 
-from everlong.ledger.check import LedgerReport, check_ledger
+from everlong.ledger.check import LedgerReport, check_ledger, read_lifecycle
 from everlong.ledger.episodes import EpisodeStore, StoredEpisode
 from everlong.ledger.facts import (
     BatchClosed,
@@ -63,4 +63,5 @@ __all__ = [
     "TurnSampled",
     "VersionPublished",
     "check_ledger",
+    "read_lifecycle",
 ]

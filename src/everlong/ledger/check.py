@@ -10,7 +10,7 @@ import apsw
 from everlong.contracts.errors import LedgerError
 from everlong.contracts.records import Record
 from everlong.ledger.facts import EpisodeEnded, EpisodeStarted, Fact, RunFinished, TokensDiscarded, TurnSampled
-from everlong.ledger.ledger import LEDGER_FILE, read_entries
+from everlong.ledger.ledger import read_entries
 from everlong.ledger.lifecycle import Lifecycle
 from everlong.ledger.views import Balance
 
@@ -27,10 +27,27 @@ class LedgerReport(Record, frozen=True, kw_only=True):
 
 
 def check_ledger(path: str | Path) -> LedgerReport:
-    """Of a ledger file or a run's folder, also while the run writes. Raises LedgerError where there is no ledger to read."""
-    path = Path(path)
-    if path.is_dir():
-        path = path / LEDGER_FILE
+    """Also while a run writes to it. Raises LedgerError where there is no ledger to read."""
+    connection = _open(Path(path))
+    try:
+        return _check(connection)
+    finally:
+        connection.close()
+
+
+def read_lifecycle(path: str | Path) -> Lifecycle:
+    """What the facts on disk amount to, also while a run writes. Raises LedgerError for a ledger that is not whole."""
+    connection = _open(Path(path))
+    try:
+        lifecycle = Lifecycle()
+        for entry in read_entries(connection, 0):
+            lifecycle.apply(entry.fact)
+        return lifecycle
+    finally:
+        connection.close()
+
+
+def _open(path: Path) -> apsw.Connection:
     if not path.is_file():
         raise LedgerError(f"there is no ledger at {path}: give the run's folder or its ledger file")
     try:
@@ -38,10 +55,7 @@ def check_ledger(path: str | Path) -> LedgerReport:
         connection.set_busy_timeout(10_000)
     except apsw.Error as error:
         raise LedgerError(f"{path} cannot be opened as a ledger: {error}") from error
-    try:
-        return _check(connection)
-    finally:
-        connection.close()
+    return connection
 
 
 def _check(connection: apsw.Connection) -> LedgerReport:

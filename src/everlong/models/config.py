@@ -8,8 +8,9 @@ from everlong.contracts.config import Config
 
 
 class ModelConfig(Config):
-    type: Literal["toy"] = "toy"
-    """toy: a seeded llama of about 1.5M parameters over bytes, built by code."""
+    type: Literal["toy", "scripted"] = "toy"
+    """toy: a seeded llama of about 1.5M parameters over bytes, built by code. scripted: no network and no torch; it plays
+    a fixed part, to try tasks, sandboxes and a set-up."""
     seed: int = Field(0, ge=0)
     """Of the initial weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from everlong.contracts.errors import Reason, WorkerDied
+from everlong.contracts.errors import LedgerError, Reason, WorkerDied
 from everlong.contracts.ports import Engine, MetricSink, Trainer
 from everlong.contracts.records import Episode, EpisodeOrder, Purpose, TrainBatch, Verdict
 from everlong.ledger.episodes import EpisodeStore
@@ -23,10 +23,11 @@ from everlong.ledger.facts import (
     BatchTrained,
     EpisodeFinished,
     EpisodeStarted,
+    EpisodeState,
     EvalFinished,
     Fact,
-    GroupDropped,
     GroupOpened,
+    RunResumed,
     VersionPublished,
 )
 from everlong.ledger.facts import (
@@ -35,7 +36,8 @@ from everlong.ledger.facts import (
 from everlong.ledger.facts import (
     EpisodeEnded as EpisodeEndedFact,
 )
-from everlong.ledger.ledger import LedgerWriter
+from everlong.ledger.lifecycle import EpisodeView
+from everlong.ledger.writer import LedgerWriter
 from everlong.orchestrator import events
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.outcomes import eval_outcome, train_outcomes
@@ -186,7 +188,7 @@ class RunConductor:
 
     async def _store(self, episode: Episode) -> None:
         order = episode.order
-        key, digest = await asyncio.to_thread(self._parts.episodes.put, episode)
+        key, digest = await asyncio.to_thread(self._parts.episodes.put, episode, order.incarnation)
         facts: list[Fact] = [
             EpisodeFinished(
                 episode=order.episode,
@@ -206,21 +208,26 @@ class RunConductor:
         self._kept[order.episode] = episode
 
     async def _drop_group(self, group: int) -> None:
+        """Members that ended are cancelled now, the others when they end."""
         self._dropped.add(group)
-        members = self._parts.ledger.lifecycle.members(Purpose.TRAIN, group)
-        ended = [_replaced(name, state.num_sampled) for name, state in members.items() if state.finished]
-        await self._parts.ledger.append(GroupDropped(group=group, reason="deadline"), *ended)
+        members = self._members(Purpose.TRAIN, group)
+        ended = [_replaced(m.episode, m.num_sampled) for m in members if m.state is EpisodeState.FINISHED]
+        await self._parts.ledger.append(*ended)
+
+    def _members(self, purpose: Purpose, group: int) -> list[EpisodeView]:
+        lifecycle = self._parts.ledger.lifecycle
+        view = lifecycle.groups.get((purpose, group))
+        return [lifecycle.episodes[name] for name in view.episodes] if view else []
 
     async def _group(self, purpose: Purpose, group: int) -> list[Episode]:
         """The group's episodes that ended, from memory or from the store."""
-        members = self._parts.ledger.lifecycle.members(purpose, group)
         episodes = []
-        for name, state in members.items():
-            if state.payload_key is None:
-                continue
-            kept = self._kept.pop(name, None)
-            load = self._parts.episodes.get
-            episodes.append(kept or await asyncio.to_thread(load, state.payload_key, state.payload_hash))
+        for member in self._members(purpose, group):
+            kept = self._kept.pop(member.episode, None)
+            if kept is None and member.payload_key:
+                kept = await asyncio.to_thread(self._parts.episodes.get, member.payload_key, member.payload_hash)
+            if kept is not None:
+                episodes.append(kept)
         return episodes
 
     # Batches ---------------------------------------------------------------------------------------------------------
@@ -231,14 +238,21 @@ class RunConductor:
         A checkpoint ahead of the ledger is a batch that was trained but not yet recorded; a checkpoint behind it means
         that batches since then are trained again from their stored episodes.
         """
-        lifecycle = self._parts.ledger.lifecycle
         status = await self._parts.trainer.restore()
-        recorded = sum(record.trained for record in lifecycle.batches)
-        for batch in range(status.num_batches, recorded):
-            await self._parts.trainer.train(await self._packed_again(batch))
+        lifecycle = self._parts.ledger.lifecycle
+        recorded = lifecycle.num_trained
+        if status.num_batches > recorded + 1:
+            raise LedgerError(
+                f"the newest checkpoint holds {status.num_batches} batches, the ledger knows {recorded}: "
+                "they belong to different runs"
+            )
+        behind = min(status.num_batches, recorded)
+        await self._parts.ledger.append(RunResumed(num_batches=behind if behind < recorded else None))
+        for batch in range(behind, recorded):
+            report = await self._parts.trainer.train(await self._packed_again(batch))
+            await self._parts.ledger.append(BatchTrained(batch=batch, policy_version=report.policy_version))
         if status.num_batches > recorded:
-            record = lifecycle.batches[recorded]
-            groups = {g: await self._group(Purpose.TRAIN, g) for g in record.groups}
+            groups = {g: await self._group(Purpose.TRAIN, g) for g in lifecycle.batches[recorded].groups}
             packed = self._parts.batches.make(recorded, groups)[1] if groups else None
             await self._record_trained(recorded, groups, packed, status.policy_version)
 
@@ -282,13 +296,14 @@ class RunConductor:
     ) -> None:
         members = [episode for episodes in groups.values() for episode in episodes]
         ended = train_outcomes(members, packed.outcomes) if packed is not None else []
-        await self._parts.ledger.append(*ended, BatchTrained(batch=batch, policy_version=policy_version))
+        await self._parts.ledger.append(BatchTrained(batch=batch, policy_version=policy_version), *ended)
 
     # Weights and evaluation ------------------------------------------------------------------------------------------
 
     async def _publish(self) -> events.Event:
         published = await self._parts.trainer.publish()
-        if published.version not in self._parts.ledger.lifecycle.versions:
+        known = self._parts.ledger.lifecycle.published_version
+        if known is None or published.version > known:
             await self._parts.ledger.append(
                 VersionPublished(
                     version=published.version,
@@ -331,7 +346,9 @@ class RunConductor:
 
 def _replaced(episode: str, num_sampled: int) -> EpisodeEndedFact:
     discarded = {"group_replaced": num_sampled} if num_sampled else {}
-    return EpisodeEndedFact(episode=episode, state="cancelled", reason="group_replaced", trained=0, discarded=discarded)
+    return EpisodeEndedFact(
+        episode=episode, state=EpisodeState.CANCELLED, reason="group_replaced", trained=0, discarded=discarded
+    )
 
 
 def _reward_metrics(groups: Mapping[int, Sequence[Episode]]) -> dict[str, float]:

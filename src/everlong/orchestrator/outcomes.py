@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from everlong.contracts.errors import Reason
 from everlong.contracts.records import Episode
-from everlong.ledger.facts import EpisodeEnded
+from everlong.ledger.facts import EpisodeEnded, EpisodeState
 from everlong.trajectories.admission import TokenOutcome
 
 
@@ -17,13 +17,14 @@ def train_outcomes(episodes: Sequence[Episode], outcomes: Mapping[str, TokenOutc
 
 def _train_outcome(episode: Episode, tokens: TokenOutcome) -> EpisodeEnded:
     if tokens.trained:
-        state, reason = "trained", str(episode.reason)
+        state, reason = EpisodeState.TRAINED, str(episode.reason)
     elif episode.reason in (Reason.CANCELLED, Reason.DEADLINE):
-        state, reason = "cancelled", str(episode.reason)
+        state, reason = EpisodeState.CANCELLED, str(episode.reason)
     elif episode.reward is None:
-        state, reason = "failed", str(episode.verdict.reason or episode.reason)
+        state, reason = EpisodeState.FAILED, str(episode.verdict.reason or episode.reason)
     else:
-        state, reason = "discarded", max(tokens.discarded, key=lambda k: tokens.discarded[k], default="no_tokens")
+        state = EpisodeState.DISCARDED
+        reason = max(tokens.discarded, key=lambda name: tokens.discarded[name], default="no_tokens")
     return EpisodeEnded(
         episode=episode.id, state=state, reason=reason, trained=tokens.trained, discarded=dict(tokens.discarded)
     )
@@ -34,5 +35,5 @@ def eval_outcome(episode: Episode) -> EpisodeEnded:
     failed = episode.reward is None
     reason = str(episode.verdict.reason or episode.reason) if failed else str(episode.reason)
     discarded = {"evaluated": episode.num_sampled} if episode.num_sampled else {}
-    state = "failed" if failed else "evaluated"
+    state = EpisodeState.FAILED if failed else EpisodeState.EVALUATED
     return EpisodeEnded(episode=episode.id, state=state, reason=reason, trained=0, discarded=discarded)

@@ -1,4 +1,4 @@
-"""What a resumed run does first, read from the ledger: a pure view of the past, and the few facts that close it.
+"""What a resumed run reads from the ledger: where it stands, and which episodes a crash left without an end. Pure.
 
 Nothing else is saved about progress. An episode that had started and not ended is interrupted: what it sampled is
 discarded, and the same attempt starts again in its next incarnation, with the same random numbers.
@@ -7,30 +7,56 @@ discarded, and the same attempt starts again in its next incarnation, with the s
 from __future__ import annotations
 
 from everlong.contracts.records import Purpose
-from everlong.ledger.facts import EpisodeInterrupted, Fact
-from everlong.ledger.lifecycle import Lifecycle
+from everlong.ledger.facts import EpisodeEnded, EpisodeInterrupted, EpisodeState, Fact
+from everlong.ledger.lifecycle import GroupView, Lifecycle
 from everlong.orchestrator.scheduler import Progress
 
 
 def interruptions(lifecycle: Lifecycle) -> list[Fact]:
-    """One fact per episode that was under way when the run stopped."""
-    return [
-        EpisodeInterrupted(episode=name, incarnation=state.incarnation)
-        for name, state in sorted(lifecycle.episodes.items())
-        if state.running
-    ]
+    """Facts that close what was under way when the run stopped; members of a replaced group end with it."""
+    facts: list[Fact] = []
+    for view in lifecycle.open_episodes():
+        if view.state is EpisodeState.RUNNING:
+            facts.append(EpisodeInterrupted(episode=view.episode, incarnation=view.incarnation))
+        if _replaced(lifecycle, lifecycle.groups[view.purpose, view.group]):
+            finished = view.state is EpisodeState.FINISHED and view.num_sampled
+            facts.append(
+                EpisodeEnded(
+                    episode=view.episode,
+                    state=EpisodeState.CANCELLED,
+                    reason="group_replaced",
+                    trained=0,
+                    discarded={"group_replaced": view.num_sampled} if finished else {},
+                )
+            )
+    return facts
 
 
 def progress_of(lifecycle: Lifecycle) -> Progress:
     """Where the run stands. Call it after the interruptions are recorded."""
-    trained = [record for record in lifecycle.batches if record.trained]
-    closed = [record for record in lifecycle.batches if not record.trained]
-    dropped = {number for (purpose, number), g in lifecycle.groups.items() if purpose is Purpose.TRAIN and g.dropped}
+    groups = [view for (purpose, _), view in lifecycle.groups.items() if purpose is Purpose.TRAIN]
+    closed = lifecycle.batches.get(lifecycle.num_trained)
+    trained = {v.group for v in groups if v.batch is not None and v.batch < lifecycle.num_trained}
     return Progress(
-        num_batches=len(trained),
-        consumed=frozenset(dropped.union(*(record.groups for record in trained))),
-        closed_groups=tuple(closed[0].groups) if closed else None,
-        ended=frozenset(name for name, state in lifecycle.episodes.items() if state.finished),
-        incarnations={name: s.incarnation + 1 for name, s in lifecycle.episodes.items() if s.interrupted},
+        num_batches=lifecycle.num_trained,
+        consumed=frozenset(trained | {view.group for view in groups if _replaced(lifecycle, view)}),
+        closed_groups=closed.groups if closed is not None and closed.groups else None,
+        ended=frozenset(
+            name
+            for name, view in lifecycle.episodes.items()
+            if view.state not in (EpisodeState.RUNNING, EpisodeState.INTERRUPTED)
+        ),
+        incarnations={
+            name: view.incarnation + 1
+            for name, view in lifecycle.episodes.items()
+            if view.state is EpisodeState.INTERRUPTED
+        },
         evals=frozenset(lifecycle.evals),
     )
+
+
+def _replaced(lifecycle: Lifecycle, group: GroupView) -> bool:
+    """A training group of which a member ended although no batch holds the group."""
+    if group.purpose is not Purpose.TRAIN or group.batch is not None:
+        return False
+    return any(lifecycle.episodes[name].state.terminal for name in group.episodes)

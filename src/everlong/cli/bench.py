@@ -1,0 +1,59 @@
+"""`everlong bench`: measure a part against a reference in the same run.
+
+Every benchmark gives rows of one form: case, metric, unit, value, reference, reference_value, ratio; a ratio above 1 is
+better than the reference. Repeats of the two sides are interleaved, so that a noisy machine hits both alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    case: str
+    metric: str
+    unit: str
+    value: float
+    reference: str
+    reference_value: float
+    ratio: float
+    """Above 1 means better than the reference."""
+
+
+def _benches() -> dict[str, tuple[str, Callable[[], list[Row]]]]:
+    from everlong.cli.benches import aligned, engine, ledger, weights
+
+    return {
+        "aligned": ("aligned numerics against fast ones: a training step and decoding on the toy", aligned.measure),
+        "engine": ("the embedded engine's continuous batching against one request at a time", engine.measure),
+        "ledger": ("group commit against one commit per fact", ledger.measure),
+        "weights": ("delta size and time against shipping the whole weights", weights.measure),
+    }
+
+
+def bench_command(name: str, out: Path | None) -> None:
+    console = Console(highlight=False)
+    benches = _benches()
+    if not name:
+        table = Table("bench", "measures")
+        for known, (text, _) in benches.items():
+            table.add_row(known, text)
+        console.print(table)
+        return
+    if name not in benches:
+        raise ValueError(f"there is no bench {name!r}: there are {', '.join(benches)}")
+    rows = benches[name][1]()
+    table = Table("case", "metric", "unit", "value", "reference", "its value", "ratio")
+    for row in rows:
+        cells = (f"{row.value:.4g}", row.reference, f"{row.reference_value:.4g}", f"{row.ratio:.2f}")
+        table.add_row(row.case, row.metric, row.unit, *cells)
+    console.print(table)
+    if out is not None:
+        out.write_text(json.dumps({"bench": name, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")

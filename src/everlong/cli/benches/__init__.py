@@ -1,0 +1,1 @@
+"""What `everlong bench` measures, one file each: `measure() -> list[Row]`."""

@@ -1,0 +1,99 @@
+"""What stands behind the ports in the worker: `build_cell` is the factory path that the control process names."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+from everlong.cli.config import RunConfig
+from everlong.cli.run_folder import RunFolder
+from everlong.contracts.ports import ObjectStore
+from everlong.contracts.records import GenerateRequest
+from everlong.orchestrator.cells.worker import Cell
+from everlong.rollouts.renderers.chatml import Renderer
+from everlong.storage import open_store
+from everlong.weights import WeightPublisher, WeightReader
+
+FACTORY = "everlong.cli.cell:build_cell"
+
+
+def build_cell(config_path: str) -> Cell:
+    """The cell of the run whose resolved config lies at this path."""
+    folder = RunFolder(Path(config_path).parent)
+    config = folder.read_config()
+    store = open_store(folder.store_url(config))
+    build = _scripted_cell if config.model.type == "scripted" else _torch_cell
+    return build(config, store)
+
+
+def _torch_cell(config: RunConfig, store: ObjectStore) -> Cell:
+    import torch
+
+    from everlong.cli.compose import make_renderer
+    from everlong.engines.torch_engine.engine import TorchEngine
+    from everlong.models.numerics import Numerics, self_test
+    from everlong.models.toy import build_toy, toy_config
+    from everlong.trainer.trainer import PolicyTrainer
+
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    numerics, shape = Numerics(config.numerics), toy_config()
+    if numerics is Numerics.ALIGNED:
+        self_test(shape.hidden_size, shape.intermediate_size, shape.padded_vocab_size, shape.head_dim)
+    dtype = getattr(torch, config.model.dtype)
+    lease = asyncio.Lock()
+    engine = TorchEngine(
+        build_toy(config.model.seed, dtype, numerics),
+        WeightReader(store),
+        token_bytes=make_renderer(config).tokenizer.token_bytes(),
+        config=config.engine,
+        lease=lease,
+    )
+    trainer = PolicyTrainer(
+        build_toy(config.model.seed, dtype, numerics),
+        config=config.trainer,
+        loss=config.loss,
+        ratio=config.ratio,
+        optimizer=config.optimizer,
+        numerics=numerics,
+        store=store,
+        publisher=WeightPublisher(store, config.weights.anchor_every),
+        seed=config.seed,
+        lease=lease,
+    )
+    return Cell(engine, trainer)
+
+
+def _scripted_cell(config: RunConfig, store: ObjectStore) -> Cell:
+    from everlong.cli.compose import make_renderer
+    from everlong.engines.scripted import ScriptedEngine
+    from everlong.trainer.scripted import ScriptedTrainer
+
+    renderer = make_renderer(config)
+    engine = ScriptedEngine(
+        _ScriptedPart(renderer, config.model.seed),
+        WeightReader(store),
+        token_bytes=renderer.tokenizer.token_bytes(),
+        max_context=config.engine.max_context or 4096,
+    )
+    return Cell(engine, ScriptedTrainer(store, WeightPublisher(store, config.weights.anchor_every)))
+
+
+class _ScriptedPart:
+    """Writes the word that the task asks for in half of its episodes, looks around in the others, then says done."""
+
+    def __init__(self, renderer: Renderer, seed: int) -> None:
+        self._renderer, self._seed = renderer, seed
+
+    def __call__(self, request: GenerateRequest) -> list[int]:
+        tokenizer = self._renderer.tokenizer
+        prompt = tokenizer.decode(request.prompt_ids.tolist())
+        asked = re.search(r"Write the word (\S+) to (\S+?)\.\s", prompt + " ")
+        if request.key.turn:
+            text = "done"
+        elif asked and (sum(request.key.episode.encode()) + self._seed) % 2:
+            text = f"$ echo {asked[1]} > {asked[2]}"
+        else:
+            text = "$ ls"
+        return [*tokenizer.encode(text), *self._renderer.stop_ids]

@@ -1,0 +1,196 @@
+"""Builds the control process of a run from its config: every part, and nothing that a part does not need."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from everlong.cli.cell import FACTORY, build_cell
+from everlong.cli.config import RunConfig
+from everlong.cli.run_folder import RunFolder
+from everlong.cli.toml import config_text
+from everlong.cli.traces import OracleTraces
+from everlong.contracts.ports import Engine, MetricSink, SandboxBackend, Trainer
+from everlong.contracts.records import EpisodeOrder
+from everlong.environments.sandboxes.opening import open_backend
+from everlong.environments.tasks.sources import RunTasks, read_run_tasks
+from everlong.ledger import EpisodeStore, Ledger, LedgerWriter, RunStarted, TokensDiscarded, TurnSampled
+from everlong.models.numerics_env import required_environment
+from everlong.orchestrator.batches import BatchMaker
+from everlong.orchestrator.cells.supervisor import WorkerProcess
+from everlong.orchestrator.conductor import Parts, RunConductor
+from everlong.orchestrator.recovery import interruptions, progress_of
+from everlong.orchestrator.scheduler import RoundScheduler
+from everlong.rollouts.gateway.session import SessionLimits
+from everlong.rollouts.harnesses.bash import BashHarness
+from everlong.rollouts.renderers.chatml import ChatML, Renderer
+from everlong.rollouts.renderers.tokenizers import ByteTokenizer
+from everlong.rollouts.runner import EpisodeRunner, Sampling
+from everlong.storage import open_store
+
+MODEL_CONTEXT = 4096
+"""Of the toy and of the scripted model."""
+
+
+def make_renderer(config: RunConfig) -> Renderer:
+    return ChatML(ByteTokenizer(), config.harness.tool_syntax)
+
+
+def make_sampling(config: RunConfig, engine: Engine) -> Sampling:
+    renderer = make_renderer(config)
+    context = config.engine.context(MODEL_CONTEXT)
+    return Sampling(
+        engine=engine,
+        renderer=renderer,
+        params=config.sampling.params(renderer.stop_ids),
+        run_seed=config.seed,
+        limits=SessionLimits(
+            max_turns=config.harness.max_turns, max_context=min(context, config.harness.max_context or context)
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerJournal:
+    """Tells the ledger of every sampled token before the agent sees it."""
+
+    ledger: LedgerWriter
+
+    async def turn_sampled(self, order: EpisodeOrder, turn: int, num_tokens: int) -> None:
+        await self.ledger.append(
+            TurnSampled(episode=order.episode, incarnation=order.incarnation, turn=turn, num_tokens=num_tokens)
+        )
+
+    async def tokens_discarded(self, order: EpisodeOrder, num_tokens: int, reason: str) -> None:
+        await self.ledger.append(
+            TokensDiscarded(episode=order.episode, incarnation=order.incarnation, num_tokens=num_tokens, reason=reason)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CellPorts:
+    """A cell's engine and trainer, wherever they live."""
+
+    engine: Engine
+    trainer: Trainer
+    worker: WorkerProcess | None
+
+    def lost(self) -> bool:
+        return self.worker is not None and self.worker.connection.lost.done()
+
+
+@asynccontextmanager
+async def open_cell(config: RunConfig, folder: RunFolder) -> AsyncIterator[CellPorts]:
+    """The cell in a process of its own, or in this one."""
+    if config.worker == "inline":
+        cell = build_cell(str(folder.config))
+        assert cell.trainer is not None
+        try:
+            yield CellPorts(cell.engine, cell.trainer, None)
+        finally:
+            await cell.close()
+        return
+    worker = await WorkerProcess.start(
+        factory=FACTORY,
+        config=folder.config,
+        run_folder=folder.path,
+        environment=required_environment(config.numerics),
+    )
+    try:
+        yield CellPorts(worker.engine, worker.trainer, worker)
+    finally:
+        await worker.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """The control process of a run, ready to be driven."""
+
+    scheduler: RoundScheduler
+    conductor: RunConductor
+    ledger: LedgerWriter
+    trainer: Trainer
+
+
+@asynccontextmanager
+async def open_control(
+    config: RunConfig, folder: RunFolder, metrics: MetricSink, clock, *, resume: bool
+) -> AsyncIterator[Control]:
+    """Everything open and brought to where the ledger says the run stands; closed in the other order."""
+    tasks = read_run_tasks(config.tasks)
+    async with AsyncExitStack() as stack:
+        ledger = Ledger.open(folder.ledger)
+        stack.callback(ledger.close)
+        writer = LedgerWriter(ledger)
+        stack.push_async_callback(writer.close)
+        await _announce(writer, config, tasks, resume)
+        backend = open_backend(config.sandbox, folder.path)
+        stack.push_async_callback(backend.close)
+        cell = await stack.enter_async_context(open_cell(config, folder))
+        conductor = RunConductor(_parts(config, folder, tasks, writer, backend, cell, metrics, clock))
+        if resume:
+            await conductor.recover()
+        else:
+            await cell.trainer.restore()
+        scheduler = RoundScheduler(
+            config.schedule,
+            config.warmup,
+            train_tasks=[task.id for task in tasks.train],
+            eval_tasks=[task.id for task in tasks.eval],
+            seed=config.seed,
+            progress=progress_of(writer.lifecycle),
+        )
+        yield Control(scheduler, conductor, writer, cell.trainer)
+
+
+async def _announce(writer: LedgerWriter, config: RunConfig, tasks: RunTasks, resume: bool) -> None:
+    """Say that the run starts, or close what a crash left open. Raises ValueError where the tasks are not the run's."""
+    tasks_hash = blake3(f"{tasks.train.fingerprint} {tasks.eval.fingerprint}".encode()).hexdigest(16)
+    started = writer.lifecycle.started
+    if started is None:
+        config_hash = blake3(config_text(config).encode()).hexdigest(16)
+        await writer.append(RunStarted(seed=config.seed, config_hash=config_hash, tasks_hash=tasks_hash))
+    elif started.tasks_hash != tasks_hash:
+        raise ValueError(
+            "the tasks are not those the run was started with: their files changed or other folders are named. A group's "
+            "number stands for a task, so going on would mix two data sets; restore the tasks or start a new run"
+        )
+    if resume and (left := interruptions(writer.lifecycle)):
+        await writer.append(*left)
+
+
+def _parts(
+    config: RunConfig,
+    folder: RunFolder,
+    tasks: RunTasks,
+    writer: LedgerWriter,
+    backend: SandboxBackend,
+    cell: CellPorts,
+    metrics: MetricSink,
+    clock,
+) -> Parts:
+    store = open_store(folder.store_url(config))
+    sampling = make_sampling(config, cell.engine)
+    harness = BashHarness(config.harness)
+    runner = EpisodeRunner(
+        tasks=tasks.by_id(), backend=backend, harness=harness, sampling=sampling, journal=LedgerJournal(writer)
+    )
+    traces = OracleTraces(
+        tasks.train, renderer=sampling.renderer, harness=harness, backend=backend, store=store, config=config
+    )
+    return Parts(
+        run_episode=runner.run,
+        engine=cell.engine,
+        trainer=cell.trainer,
+        ledger=writer,
+        episodes=EpisodeStore(store),
+        batches=BatchMaker(config.credit, config.admission, config.packing, config.seed),
+        warmup_batch=traces.batch,
+        metrics=metrics,
+        task_hashes={id: task.task.content_hash for id, task in tasks.by_id().items()},
+        clock=clock,
+        worker_lost=cell.lost,
+    )

@@ -1,0 +1,131 @@
+"""`everlong eval`: a published policy version of a run, on its held-out tasks or on others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from everlong.cli.compose import make_sampling, open_cell
+from everlong.cli.config import RunConfig
+from everlong.cli.run_folder import RunFolder
+from everlong.contracts.errors import NotFound
+from everlong.contracts.records import Episode, EpisodeOrder, Purpose
+from everlong.environments.sandboxes.opening import open_backend
+from everlong.environments.tasks.sources import TaskSet, read_tasks
+from everlong.rollouts.harnesses.bash import BashHarness
+from everlong.rollouts.runner import EpisodeRunner
+from everlong.storage import open_store
+from everlong.weights import WeightReader
+
+console = Console(highlight=False)
+
+
+class NoAccount:
+    """An evaluation beside a run samples for nobody's ledger; its figures are printed, its tokens teach nobody."""
+
+    async def turn_sampled(self, order: EpisodeOrder, turn: int, num_tokens: int) -> None:
+        """The run's ledger is not touched."""
+
+    async def tokens_discarded(self, order: EpisodeOrder, num_tokens: int, reason: str) -> None:
+        """The run's ledger is not touched."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    version: int
+    episodes: list[Episode]
+
+    def kinds(self, tasks: TaskSet) -> dict[str, list[float]]:
+        kind = {task.id: task.task.kind or "all" for task in tasks}
+        found: dict[str, list[float]] = {}
+        for episode in self.episodes:
+            if episode.reward is not None:
+                found.setdefault(kind[episode.order.task], []).append(episode.reward)
+        return found
+
+
+def eval_command(run: Path, paths: Sequence[Path], attempts: int, version: int | None, out: Path | None) -> None:
+    folder = RunFolder(run)
+    config = folder.read_config()
+    tasks = read_tasks(paths or config.tasks.eval)
+    if not len(tasks):
+        raise ValueError(f"run {run} has no held-out tasks: name folders with --tasks")
+    if attempts < 1:
+        raise ValueError(f"attempts must be at least 1, got {attempts}")
+    result = asyncio.run(evaluate(config, folder, tasks, attempts, version))
+    rewards = [episode.reward for episode in result.episodes if episode.reward is not None]
+    missing = len(result.episodes) - len(rewards)
+    mean, low, high = bootstrap_interval(rewards)
+    table = Table("kind", "episodes", "mean reward", title=f"policy version {result.version}")
+    for kind, values in sorted(result.kinds(tasks).items()):
+        table.add_row(kind, str(len(values)), f"{np.mean(values):.3f}")
+    table.add_row("all", str(len(rewards)), f"{mean:.3f}  (95 % {low:.3f} to {high:.3f})")
+    console.print(table)
+    if missing:
+        console.print(f"{missing} episodes have no verdict and are not counted")
+    if out is not None:
+        figures = {"version": result.version, "episodes": len(rewards), "without_verdict": missing, "reward": mean}
+        out.write_text(json.dumps({**figures, "low": low, "high": high}, indent=2) + "\n")
+
+
+async def evaluate(
+    config: RunConfig, folder: RunFolder, tasks: TaskSet, attempts: int, version: int | None
+) -> EvalResult:
+    """Raises NotFound where the run has not published that version, or none at all."""
+    newest = WeightReader(open_store(folder.store_url(config))).latest()
+    if newest is None:
+        raise NotFound(f"{folder.path} has published no policy version yet")
+    with tempfile.TemporaryDirectory(prefix="everlong-eval-") as scratch:
+        backend = open_backend(config.sandbox, Path(scratch))
+        # a cell of its own with its own lock, beside a run that may still train
+        aside = RunFolder(Path(scratch))
+        aside.create(config.model_copy(update={"weights": _absolute_store(config, folder)}))
+        async with open_cell(config, aside) as cell:
+            status = await cell.engine.update(newest if version is None else version)
+            runner = EpisodeRunner(
+                tasks=tasks.by_id(),
+                backend=backend,
+                harness=BashHarness(config.harness),
+                sampling=make_sampling(config, cell.engine),
+                journal=NoAccount(),
+            )
+            try:
+                episodes = await _run_all(runner, tasks, attempts, config.schedule.max_running, status.policy_version)
+            finally:
+                await backend.close()
+    return EvalResult(status.policy_version, episodes)
+
+
+def _absolute_store(config: RunConfig, folder: RunFolder):
+    url = folder.store_url(config)
+    return config.weights.model_copy(update={"store": url if "://" in url else str(Path(url).resolve())})
+
+
+async def _run_all(runner: EpisodeRunner, tasks: TaskSet, attempts: int, limit: int, version: int) -> list[Episode]:
+    slots = asyncio.Semaphore(limit)
+
+    async def one(group: int, task: str, attempt: int) -> Episode:
+        order = EpisodeOrder(task=task, group=group, attempt=attempt, purpose=Purpose.EVAL, min_policy_version=version)
+        async with slots:
+            return await runner.run(order)
+
+    orders = [(g, task.id, attempt) for g, task in enumerate(tasks) for attempt in range(attempts)]
+    return list(await asyncio.gather(*(one(*order) for order in orders)))
+
+
+def bootstrap_interval(values: Sequence[float], draws: int = 2000, seed: int = 0) -> tuple[float, float, float]:
+    """Mean and the 95 % percentile interval of the mean (Efron 1979); NaN where there is no value."""
+    if not values:
+        return float("nan"), float("nan"), float("nan")
+    sample = np.asarray(values, np.float64)
+    means = np.random.default_rng(seed).choice(sample, (draws, len(sample))).mean(1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(sample.mean()), float(low), float(high)

@@ -1,0 +1,47 @@
+"""The quickstart: `everlong train` without a file. A small model learns terminal tasks in minutes on two cores."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from everlong.cli.config import RunConfig, SamplingConfig
+from everlong.cli.run_folder import RunFolder
+from everlong.environments.tasks.config import TasksConfig
+from everlong.environments.tasks.terminal.generate import Split, make_terminal
+from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
+from everlong.rollouts.config import HarnessConfig
+from everlong.trainer.config import OptimizerConfig
+
+KINDS = ("write-word", "make-folder", "rename-file")
+NUM_TRAIN, NUM_EVAL = 240, 60
+
+
+def quickstart_config() -> RunConfig:
+    output = _free_folder()
+    return RunConfig(
+        output=output,
+        tasks=TasksConfig(train=(output / "tasks" / "train",), eval=(output / "tasks" / "eval",)),
+        harness=HarnessConfig(system_prompt="", max_turns=4, max_context=512),
+        sampling=SamplingConfig(max_tokens=64),
+        warmup=WarmupConfig(num_batches=300, traces_per_batch=32),
+        schedule=ScheduleConfig(num_batches=30, groups_per_batch=8, group_size=8, checkpoint_every=10),
+        optimizer=OptimizerConfig(learning_rate=3e-4),
+    )
+
+
+def prepare_quickstart(config: RunConfig, folder: RunFolder) -> None:
+    """Generate the quickstart's tasks, unless the command named others."""
+    for paths, split, count in (
+        (config.tasks.train, Split.TRAIN, NUM_TRAIN),
+        (config.tasks.eval, Split.EVAL, NUM_EVAL),
+    ):
+        for path in paths:
+            if path.is_relative_to(folder.path) and not path.exists():
+                make_terminal(path, count, seed=config.seed, split=split, kinds=KINDS)
+
+
+def _free_folder() -> Path:
+    """The first of runs/quickstart-1, -2, … that does not exist."""
+    names = (Path("runs") / f"quickstart-{number}" for number in itertools.count(1))
+    return next(path for path in names if not path.exists())

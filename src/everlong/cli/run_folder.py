@@ -1,0 +1,49 @@
+"""Where a run keeps its things, and its resolved config on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from everlong.cli.config import RunConfig
+from everlong.cli.toml import read_config, write_config
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.db"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The trained model in the layout of Hugging Face, written when the run ends."""
+        return self.path / "checkpoint"
+
+    def store_url(self, config: RunConfig) -> str:
+        return config.weights.store or str(self.path / "store")
+
+    def create(self, config: RunConfig) -> None:
+        """Make the folder and write the config. Raises FileExistsError where a run lies there."""
+        if self.config.exists():
+            raise FileExistsError(
+                f"{self.path} holds a run already: `everlong resume {self.path}` goes on with it, or choose another --output"
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_config(config, self.config)
+
+    def read_config(self) -> RunConfig:
+        """Raises FileNotFoundError where there is no run."""
+        if not self.config.is_file():
+            raise FileNotFoundError(f"expected a run's folder with config.toml, found none in {self.path}")
+        return read_config(self.config)

@@ -1,0 +1,89 @@
+"""`everlong tasks make|check|show`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from everlong.environments.quality.check import TaskReport, check_tasks
+from everlong.environments.sandboxes.config import SandboxConfig
+from everlong.environments.sandboxes.opening import open_backend
+from everlong.environments.tasks.harbor import HarborTask, read_task
+from everlong.environments.tasks.sources import read_tasks
+from everlong.environments.tasks.terminal.generate import Split, make_terminal
+
+console = Console(highlight=False)
+MAX_ROWS = 40
+
+
+def make_command(source: str, count: int, out: Path, seed: int, split: str, kinds: Sequence[str]) -> None:
+    if source != "terminal":
+        raise ValueError(f"there is no task source {source!r}: there is terminal")
+    if split not in set(Split):
+        raise ValueError(f"there is no split {split!r}: there are {', '.join(Split)}")
+    folders = make_terminal(out, count, seed=seed, split=split, kinds=tuple(kinds))
+    console.print(f"wrote {len(folders)} tasks to {out}; `everlong tasks check {out}` proves them")
+
+
+def check_command(folders: Sequence[Path], repeats: int) -> None:
+    """Exit code 1 where a task is not proven."""
+    if not folders:
+        raise ValueError("give at least one task folder, or a folder of task folders")
+    reports = asyncio.run(_check(list(read_tasks(folders)), repeats))
+    console.print(_table([r for r in reports if not r.ok] or reports))
+    bad = sum(not report.ok for report in reports)
+    console.print(
+        f"{len(reports) - bad} of {len(reports)} tasks are proven: oracle 1 and empty run 0, {repeats} times each"
+    )
+    if bad:
+        sys.exit(1)
+
+
+async def _check(tasks: list[HarborTask], repeats: int) -> list[TaskReport]:
+    with tempfile.TemporaryDirectory(prefix="everlong-check-") as root:
+        backend = open_backend(SandboxConfig(), Path(root))
+        try:
+            return await check_tasks(tasks, backend, repeats)
+        finally:
+            await backend.close()
+
+
+def _table(reports: list[TaskReport]) -> Table:
+    table = Table("task", "oracle", "empty", "problems and notes")
+    for report in reports[:MAX_ROWS]:
+        remarks = "; ".join([*report.problems, *report.notes])
+        table.add_row(report.task, _rewards(report.oracle_rewards), _rewards(report.empty_rewards), remarks)
+    if len(reports) > MAX_ROWS:
+        table.add_row("…", "", "", f"{len(reports) - MAX_ROWS} more")
+    return table
+
+
+def _rewards(rewards: Sequence[float | None]) -> str:
+    return " ".join("–" if reward is None else f"{reward:g}" for reward in rewards)
+
+
+def show_command(folder: Path) -> None:
+    task = read_task(folder)
+    asked = task.task
+    console.print(f"[bold]{asked.id}[/bold]  {asked.content_hash}")
+    console.print(asked.instruction, markup=False)
+    table = Table(show_header=False)
+    table.add_row("workdir", asked.workdir)
+    table.add_row("agent time", f"{asked.agent_timeout_s:g} s")
+    table.add_row("verifier time", f"{asked.verifier_timeout_s:g} s")
+    table.add_row("memory", f"{asked.limits.memory_mb} MB")
+    table.add_row("network", "on" if asked.network else "off")
+    table.add_row("solution", "yes" if task.solution else "no: cannot be proven")
+    for note in task.notes:
+        table.add_row("note", note)
+    if task.ignored_keys:
+        table.add_row("ignored keys", ", ".join(task.ignored_keys))
+    console.print(table)
+    for name in sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file()):
+        console.print(f"  {name}", markup=False)

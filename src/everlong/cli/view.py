@@ -1,0 +1,69 @@
+"""`everlong view`: the episodes of a run, or one of them as a tree of turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from everlong.cli.compose import make_renderer
+from everlong.cli.run_folder import RunFolder
+from everlong.contracts.records import Episode, Turn
+from everlong.ledger import EpisodeStore, EpisodeView, read_lifecycle
+from everlong.rollouts.renderers.tokenizers import Tokenizer
+from everlong.storage import open_store
+
+console = Console(highlight=False)
+MAX_ROWS = 200
+
+
+def view_command(run: Path, episode: str) -> None:
+    folder = RunFolder(run)
+    config = folder.read_config()
+    episodes = read_lifecycle(folder.ledger).episodes
+    if not episode:
+        console.print(_listing(list(episodes.values())))
+        return
+    if episode not in episodes:
+        raise ValueError(f"{run} has no episode {episode!r}: `everlong view {run}` lists them")
+    view = episodes[episode]
+    if not view.payload_key:
+        raise ValueError(f"episode {episode} is {view.state}: it has no stored content yet")
+    stored = EpisodeStore(open_store(folder.store_url(config))).get(view.payload_key, view.payload_hash)
+    console.print(episode_tree(stored, view, make_renderer(config).tokenizer))
+
+
+def _listing(views: list[EpisodeView]) -> Table:
+    table = Table("episode", "task", "state", "reason", "reward", "turns' tokens", "trained")
+    for view in views[-MAX_ROWS:]:
+        reward = "–" if view.reward is None else f"{view.reward:g}"
+        table.add_row(
+            view.episode, view.task, view.state, view.reason, reward, str(view.num_sampled), str(view.trained)
+        )
+    if len(views) > MAX_ROWS:
+        table.caption = f"the last {MAX_ROWS} of {len(views)}"
+    return table
+
+
+def episode_tree(episode: Episode, view: EpisodeView, tokenizer: Tokenizer) -> Tree:
+    reward = "no verdict" if episode.reward is None else f"reward {episode.reward:g}"
+    root = Tree(Text(f"{episode.id}  {episode.order.task}  {episode.reason}, {reward}; {view.state}: {view.reason}"))
+    nodes = {-1: root}
+    for turn in episode.turns:
+        nodes[turn.index] = nodes[turn.parent].add(_turn_text(turn, tokenizer))
+    return root
+
+
+def _turn_text(turn: Turn, tokenizer: Tokenizer) -> Text:
+    sampled = turn.sampled
+    mean = float(sampled.logprobs.mean()) if len(sampled) else 0.0
+    versions = sorted({int(version) for version in sampled.versions})
+    text = Text()
+    text.append(f"turn {turn.index}: {len(turn.context)} new prompt tokens, {len(sampled)} sampled, ", style="dim")
+    text.append(f"{turn.finish_reason}, mean logprob {mean:.3f}, version {versions}\n", style="dim")
+    text.append(tokenizer.decode(turn.context.ids.tolist()).strip() + "\n", style="cyan")
+    text.append(tokenizer.decode(sampled.ids.tolist()), style="bold")
+    return text
