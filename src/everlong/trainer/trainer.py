@@ -67,6 +67,7 @@ class PolicyTrainer:
             )
         self._model, self._config, self._optimizer_config = model, config, optimizer
         self._objective = Objective(loss, ratio)
+        # a copy, so that a run without checkpoint can start anew in a trainer that has trained
         self._initial = {name: weight.detach().clone() for name, weight in model.named_weights().items()}
         self._optimizer = MasterOptimizer(model, optimizer)
         self._checkpoints = CheckpointStore(store, config.checkpoint_keep)
