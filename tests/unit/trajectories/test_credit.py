@@ -1,0 +1,124 @@
+import itertools
+
+import pytest
+
+from everlong.contracts.errors import Reason
+from everlong.contracts.records import Episode, EpisodeOrder, FinishReason, Purpose, Turn, Verdict
+from everlong.contracts.tokens import TokenColumns
+from everlong.trajectories.credit import CreditConfig, score_group
+
+GRPO = CreditConfig(scale="std_sample")
+POPULATION = CreditConfig(scale="std_population")
+DR_GRPO = CreditConfig(scale="none")
+RLOO = CreditConfig(scale="none", leave_one_out=True)
+
+
+def episode(attempt, reward, *, group=0, task="t", reason=Reason.DONE, num_turns=0):
+    turns = tuple(
+        Turn(
+            index=i,
+            parent=i - 1,
+            context=TokenColumns.context([1]),
+            sampled=TokenColumns.sampled_tokens([2], [-0.1], version=0),
+            finish_reason=FinishReason.STOP,
+        )
+        for i in range(num_turns)
+    )
+    order = EpisodeOrder(task=task, group=group, attempt=attempt, purpose=Purpose.TRAIN)
+    return Episode(order=order, reason=reason, verdict=Verdict(reward=reward), turns=turns)
+
+
+def scored(rewards, config):
+    return score_group(0, "t", [episode(i, reward) for i, reward in enumerate(rewards)], config)
+
+
+CREDITS = {
+    "GRPO": (GRPO, [1, 0, 0, 0], [1.5, -0.5, -0.5, -0.5]),
+    "Dr. GRPO, from all rewards and not the first": (DR_GRPO, [1, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
+    "RLOO": (RLOO, [1, 0, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3]),
+    "population": (POPULATION, [1, 0, 1, 0], [1, -1, 1, -1]),
+    "sample": (GRPO, [1, 0, 1, 0], [0.866025, -0.866025, 0.866025, -0.866025]),
+    "no verdict": (DR_GRPO, [1, 0, None, 1], [0.333333, -0.666667, None, 0.333333]),
+    "no verdict, population": (POPULATION, [1, 0, None, 1], [0.707107, -1.414214, None, 0.707107]),
+}
+
+
+@pytest.mark.parametrize(("config", "rewards", "credits"), CREDITS.values(), ids=CREDITS.keys())
+def test_credit_is_what_was_worked_out_by_hand(config, rewards, credits):
+    group = scored(rewards, config)
+    assert group.discarded is None
+    for got, expected in zip(group.credits, credits, strict=True):
+        assert got == (None if expected is None else pytest.approx(expected, abs=4e-6))
+
+
+def test_episode_without_verdict_leaves_the_baseline():
+    assert scored([1, 0, None, 1], GRPO).baseline == pytest.approx(0.666667, abs=1e-6)
+
+
+def test_failure_before_the_first_token_leaves_the_baseline():
+    failed = episode(3, 0.0, reason=Reason.NOTHING_SAMPLED)
+    group = score_group(0, "t", [episode(0, 1.0), episode(1, 0.0), episode(2, 1.0), failed], DR_GRPO)
+    assert group.baseline == pytest.approx(0.666667, abs=1e-6)
+    assert group.credits[3] is None and failed.num_sampled == 0
+
+
+@pytest.mark.parametrize("config", [GRPO, POPULATION, DR_GRPO, RLOO])
+@pytest.mark.parametrize(
+    "rewards", [[0.4] * 4, [0.1 + 0.2, 0.3], [0.1, 0.10000000149]], ids=["same", "sums", "float32"]
+)
+def test_equal_rewards_give_credit_exactly_zero(config, rewards):
+    group = scored(rewards, config)
+    assert group.credits == (0.0,) * len(rewards)
+    assert group.discarded == "zero_signal"
+
+
+def test_one_survivor_of_four_is_dropped_and_has_no_credit():
+    group = scored([1, None, None, None], GRPO)
+    assert group.discarded == "too_few_verdicts"
+    assert group.credits == (None,) * 4 and group.baseline is None
+
+
+def test_group_of_one_never_trains():
+    assert scored([1], GRPO).discarded == "too_few_verdicts"
+    with pytest.raises(ValueError):
+        CreditConfig(min_verdicts=1)
+
+
+def test_whether_one_lost_member_costs_the_group_is_a_setting():
+    rewards = [1, 0, 1, 0, 1, 0, 1, None]
+    assert scored(rewards, CreditConfig()).discarded is None
+    assert scored(rewards, CreditConfig(min_verdicts=8)).discarded == "too_few_verdicts"
+
+
+def test_turns_are_no_members_of_the_group():
+    lengths, rewards = [2, 1, 2, 1], [1, 0, 1, 0]
+    episodes = [episode(i, r, num_turns=n) for i, (r, n) in enumerate(zip(rewards, lengths, strict=True))]
+    group = score_group(0, "t", episodes, DR_GRPO)
+    assert group.baseline == 0.5 and group.credits == (0.5, -0.5, 0.5, -0.5)
+
+
+def test_groups_whose_names_collide_when_joined_stay_apart():
+    one = score_group(0, "a:b", [episode(i, r, group=0, task="a:b") for i, r in enumerate([1, 0])], DR_GRPO)
+    two = score_group(1, "a", [episode(i, r, group=1, task="a") for i, r in enumerate([1, 1])], DR_GRPO)
+    assert (one.baseline, two.baseline) == (0.5, 1.0)
+    with pytest.raises(ValueError, match="expected episodes of group 0 at task 'a:b'"):
+        score_group(0, "a:b", [*one.episodes, *two.episodes], DR_GRPO)
+
+
+def test_credit_does_not_depend_on_the_order_of_the_episodes():
+    rewards = [0.1, 0.7, 0.2, 1e-3]
+    for order in itertools.permutations(range(4)):
+        group = scored([rewards[i] for i in order], GRPO)
+        assert dict(zip(order, group.credits, strict=True)) == dict(enumerate(scored(rewards, GRPO).credits))
+
+
+def test_reward_that_is_no_number_and_episode_that_comes_twice_are_refused():
+    with pytest.raises(ValueError, match="finite number or None"):
+        scored([1.0, float("nan")], GRPO)
+    with pytest.raises(ValueError, match="holds an episode twice"):
+        score_group(0, "t", [episode(0, 1.0), episode(0, 0.0)], GRPO)
+
+
+def test_leave_one_out_is_refused_with_a_deviation():
+    with pytest.raises(ValueError, match="set scale to none, or leave_one_out to false"):
+        CreditConfig(scale="std_sample", leave_one_out=True)
