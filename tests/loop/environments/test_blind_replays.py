@@ -16,14 +16,14 @@ MOST_PAID = 0.05
 
 
 def score(variant: Variant, commands: tuple[str, ...], folder: Path) -> float:
-    workdir, verdict = folder / "app", folder / "verdict"
+    workdir, verdict = folder / "app", folder / "logs" / "verifier"
     for path in (workdir, verdict):
         path.mkdir(parents=True)
     for name, data in variant.files.items():
         (workdir / name).parent.mkdir(parents=True, exist_ok=True)
         (workdir / name).write_bytes(data)
-    env = {"PATH": os.defpath, "LANG": "C.UTF-8", "HOME": str(verdict)}
-    for command in (*commands, render_verifier(variant).replace("/logs/verifier", str(verdict))):
+    env = {"PATH": os.defpath, "LANG": "C.UTF-8", "HOME": str(verdict), "EVERLONG_ROOT": str(folder)}
+    for command in (*commands, render_verifier(variant)):
         subprocess.run(["bash", "-c", command], cwd=workdir, env=env, stdin=subprocess.DEVNULL, capture_output=True)
     return float((verdict / "reward.txt").read_text())
 

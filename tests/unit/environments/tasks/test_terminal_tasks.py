@@ -17,14 +17,14 @@ VARIANTS_PER_KIND = 4
 
 def score(variant: Variant, commands: tuple[str, ...], folder: Path) -> float:
     """Play the commands on the variant's files, one shell each, then run its verifier there."""
-    workdir, verdict = folder / "app", folder / "verdict"
+    workdir, verdict = folder / "app", folder / "logs" / "verifier"
     for path in (workdir, verdict):
         path.mkdir(parents=True)
     for name, data in variant.files.items():
         (workdir / name).parent.mkdir(parents=True, exist_ok=True)
         (workdir / name).write_bytes(data)
-    env = {"PATH": os.defpath, "LANG": "C.UTF-8", "HOME": str(verdict)}
-    for command in (*commands, render_verifier(variant).replace("/logs/verifier", str(verdict))):
+    env = {"PATH": os.defpath, "LANG": "C.UTF-8", "HOME": str(verdict), "EVERLONG_ROOT": str(folder)}
+    for command in (*commands, render_verifier(variant)):
         subprocess.run(["bash", "-c", command], cwd=workdir, env=env, stdin=subprocess.DEVNULL, capture_output=True)
     return float((verdict / "reward.txt").read_text())
 
@@ -94,8 +94,8 @@ def test_a_seed_means_the_same_bytes_on_every_machine_and_python(tmp_path: Path)
     make_terminal(tmp_path / "t", 2 * len(choose_kinds(Split.TRAIN)), seed=0)
     make_terminal(tmp_path / "k", 2 * len(choose_kinds(Split.HELD_OUT_KINDS)), seed=0, split="held-out-kinds")
     assert (content_hash(tmp_path / "t"), content_hash(tmp_path / "k")) == (
-        "deb1ce7a6686d308858fed7529bc3be5",
-        "889cbc4a9a31e2d883cfabe2d371156b",
+        "08d2198c8d6aee21b631e4f04f657534",
+        "4a9c420b855132f97a4b015e0b9e665d",
     )
 
 

@@ -51,6 +51,7 @@ def untouched(files: dict[str, bytes], *paths: str) -> list[str]:
 VERIFIER = """\
 #!/bin/bash
 # Runs in the workdir. Writes 1 when every condition holds, else 0; nothing is written before all were checked.
+# EVERLONG_ROOT is where / lies when there is no isolation; it is not set anywhere else.
 holds() {  # a plain file, not a link, no larger than 64 KB, that holds exactly this text
     [ -f "$1" ] && [ ! -L "$1" ] && [ "$(wc -c < "$1")" -le 65536 ] && [ "$(tr '\\0' '?' < "$1")" = "$2" ]
 }
@@ -59,7 +60,7 @@ check() {
 %s
 }
 if check; then reward=1; else reward=0; fi
-echo "$reward" > /logs/verifier/reward.txt
+echo "$reward" > "$EVERLONG_ROOT/logs/verifier/reward.txt"
 """
 
 
