@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from everlong.cli.config import RunConfig
+from everlong.cli.rendering import make_renderer
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.ports import ObjectStore
 from everlong.contracts.records import GenerateRequest
@@ -30,7 +31,6 @@ def build_cell(config_path: str) -> Cell:
 def _torch_cell(config: RunConfig, store: ObjectStore) -> Cell:
     import torch
 
-    from everlong.cli.compose import make_renderer
     from everlong.engines.torch_engine.engine import TorchEngine
     from everlong.models.numerics import Numerics, self_test
     from everlong.models.toy import build_toy, toy_config
@@ -66,7 +66,6 @@ def _torch_cell(config: RunConfig, store: ObjectStore) -> Cell:
 
 
 def _scripted_cell(config: RunConfig, store: ObjectStore) -> Cell:
-    from everlong.cli.compose import make_renderer
     from everlong.engines.scripted import ScriptedEngine
     from everlong.trainer.scripted import ScriptedTrainer
 

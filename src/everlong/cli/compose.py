@@ -10,6 +10,7 @@ from blake3 import blake3
 
 from everlong.cli.cell import FACTORY, build_cell
 from everlong.cli.config import RunConfig
+from everlong.cli.rendering import make_renderer
 from everlong.cli.run_folder import RunFolder
 from everlong.cli.toml import config_text
 from everlong.cli.traces import OracleTraces
@@ -26,17 +27,11 @@ from everlong.orchestrator.recovery import interruptions, progress_of
 from everlong.orchestrator.scheduler import RoundScheduler
 from everlong.rollouts.gateway.session import SessionLimits
 from everlong.rollouts.harnesses.bash import BashHarness
-from everlong.rollouts.renderers.chatml import ChatML, Renderer
-from everlong.rollouts.renderers.tokenizers import ByteTokenizer
 from everlong.rollouts.runner import EpisodeRunner, Sampling
 from everlong.storage import open_store
 
 MODEL_CONTEXT = 4096
 """Of the toy and of the scripted model."""
-
-
-def make_renderer(config: RunConfig) -> Renderer:
-    return ChatML(ByteTokenizer(), config.harness.tool_syntax)
 
 
 def make_sampling(config: RunConfig, engine: Engine) -> Sampling:

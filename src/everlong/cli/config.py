@@ -19,7 +19,7 @@ from everlong.environments.tasks.config import TasksConfig
 from everlong.models.config import ModelConfig
 from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
 from everlong.rollouts.config import HarnessConfig
-from everlong.trainer.config import LossConfig, OptimizerConfig, RatioConfig, TrainerConfig, check_effective
+from everlong.trainer.config import LossConfig, OptimizerConfig, RatioConfig, SapoConfig, TrainerConfig, check_effective
 from everlong.trajectories.admission import AdmissionConfig
 from everlong.trajectories.credit import CreditConfig
 from everlong.trajectories.packing import PackingConfig
@@ -80,7 +80,7 @@ class RunConfig(Config):
     credit: CreditConfig = CreditConfig()
     admission: AdmissionConfig = AdmissionConfig()
     packing: PackingConfig = PackingConfig()
-    loss: LossConfig = Field(default_factory=LossConfig)
+    loss: LossConfig = SapoConfig()
     ratio: RatioConfig = RatioConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerConfig = TrainerConfig()

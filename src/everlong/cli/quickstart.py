@@ -21,13 +21,18 @@ def quickstart_config() -> RunConfig:
     output = _free_folder()
     return RunConfig(
         output=output,
-        tasks=TasksConfig(train=(output / "tasks" / "train",), eval=(output / "tasks" / "eval",)),
+        tasks=quickstart_tasks(output),
         harness=HarnessConfig(system_prompt="", max_turns=4, max_context=512),
         sampling=SamplingConfig(max_tokens=64),
         warmup=WarmupConfig(num_batches=300, traces_per_batch=32),
         schedule=ScheduleConfig(num_batches=30, groups_per_batch=8, group_size=8, checkpoint_every=10),
         optimizer=OptimizerConfig(learning_rate=3e-4),
     )
+
+
+def quickstart_tasks(output: Path) -> TasksConfig:
+    """The tasks that a quickstart into this folder makes for itself."""
+    return TasksConfig(train=(output / "tasks" / "train",), eval=(output / "tasks" / "eval",))
 
 
 def prepare_quickstart(config: RunConfig, folder: RunFolder) -> None:

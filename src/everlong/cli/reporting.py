@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from everlong.cli.compose import make_renderer
+from everlong.cli.rendering import make_renderer
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.records import Episode, Purpose
 from everlong.ledger import EpisodeStore, EpisodeView, check_ledger, read_lifecycle

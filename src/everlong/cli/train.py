@@ -12,7 +12,7 @@ from rich.console import Console
 
 from everlong.cli.compose import open_control
 from everlong.cli.config import RunConfig
-from everlong.cli.quickstart import prepare_quickstart, quickstart_config
+from everlong.cli.quickstart import prepare_quickstart, quickstart_config, quickstart_tasks
 from everlong.cli.reporting import write_run_report
 from everlong.cli.run_folder import RunFolder
 from everlong.cli.sinks import open_sinks
@@ -33,6 +33,8 @@ def parse_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
         config = cli(RunConfig, args=list(arguments), default=default, prog="everlong train")
     except ConfigFileError as error:
         raise ValueError(str(error)) from error
+    if default is not None and config.tasks == default.tasks:  # they go where the run goes
+        config = config.model_copy(update={"tasks": quickstart_tasks(config.output)})
     return config, quickstart
 
 

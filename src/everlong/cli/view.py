@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from everlong.cli.compose import make_renderer
+from everlong.cli.rendering import make_renderer
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.records import Episode, Turn
 from everlong.ledger import EpisodeStore, EpisodeView, read_lifecycle
