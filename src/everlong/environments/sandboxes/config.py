@@ -1,0 +1,23 @@
+"""Settings of the sandboxes."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from everlong.contracts.config import Config
+
+
+class SandboxConfig(Config):
+    type: Literal["local", "scripted"] = "local"
+    """local runs real commands on this machine; scripted knows echo and cat, and starts no process."""
+    isolation: Literal["auto", "namespaces", "none"] = "auto"
+    """auto takes namespaces and says so loudly where it has to do without; namespaces refuses to start without them."""
+    root: Path | None = None
+    """Folder for the sandboxes' files; None is a folder of the run. What killed runs left in it is removed."""
+
+    @model_validator(mode="after")
+    def _refuse_what_scripted_ignores(self) -> Self:
+        if self.type == "scripted" and (self.isolation != "auto" or self.root is not None):
+            raise ValueError("isolation and root have no effect on type 'scripted': leave them out or use type 'local'")
+        return self

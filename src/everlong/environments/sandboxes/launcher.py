@@ -1,0 +1,582 @@
+"""Runs one command of a sandbox and reports how it ended: `python3 -I -S launcher.py` with a request on standard input.
+
+A program of its own, standard library only (even the system's Python runs it), started anew for every command:
+
+    manager -> launcher -> init -> command          isolation "namespaces": init is process 1 of a pid namespace
+    manager -> launcher ---------> command          isolation "none": the launcher adopts orphans (a "subreaper")
+
+The last one before the command supervises it: collects output, watches time, memory, processes and disk, and when the command
+ends for whatever reason kills everything it started. It also stops when standard input closes: the manager closed the sandbox
+or is dead. In namespaces the command runs as a user without any capability, in a user namespace below init's, so that it can
+neither signal init, nor undo a mount, nor make namespaces of its own.
+
+Request: 4 bytes of length, then a marshalled dict (json would cost a third of the start-up time). Reply on standard output:
+`done EXIT TIMED_OUT TRUNCATED MEMORY_EXCEEDED ELAPSED_US`, a newline and the output; or `failed TEXT`; nothing when stopped.
+"""
+
+import ctypes
+import marshal
+import os
+import select
+import sys
+import time
+
+NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
+    0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
+)  # fmt: skip
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 0x1000, 0x4000, 0x40000
+MNT_DETACH = 2
+ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = 1, 2, 4
+AT_RECURSIVE = 0x8000
+SYS_MOUNT_SETATTR = 442
+SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41}
+PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
+RLIMIT_FSIZE, RLIMIT_CORE, RLIMIT_NPROC = 1, 4, 6
+SIGKILL, SIGPIPE, SIGTERM, SIGCHLD, SIGXFSZ = 9, 13, 15, 17, 25
+SIG_BLOCK, SIG_SETMASK = 0, 2
+
+INNER_ID = 1000
+"""The user and group that commands run as, seen from inside."""
+SAMPLE_S = 0.1
+"""Memory and processes are looked at this often: what a command can grow within it is the overshoot."""
+DISK_SAMPLE_S = 1.0
+SHM_BYTES = 64 << 20
+HOST_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
+HOST_ETC = (
+    "alternatives", "ca-certificates", "debian_version", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "mime.types",
+    "os-release", "perl", "pki", "protocols", "python3", "python3.11", "python3.12", "python3.13", "services", "ssl",
+)  # fmt: skip
+OWN_ETC = {
+    "passwd": f"agent:x:{INNER_ID}:{INNER_ID}::/tmp:/bin/sh\nnobody:x:65534:65534::/:/usr/sbin/nologin\n",
+    "group": f"agent:x:{INNER_ID}:\nnogroup:x:65534:\n",
+    "hostname": "sandbox\n",
+    "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
+}
+DEVICES = ("null", "zero", "full", "random", "urandom")
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Failed(Exception):
+    """The command could not be started as asked; the text goes to the manager."""
+
+
+def call(what, result):
+    """Check the result of a libc call: -1 becomes `Failed` with its reason."""
+    if result == -1:
+        raise Failed(f"{what}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+# The cage -------------------------------------------------------------------------------------------------------------
+
+
+def mount(source, target, kind=None, flags=0, data=None):
+    encoded = [text.encode() if text is not None else None for text in (source, target, kind, data)]
+    call(f"mount {source} on {target}", libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3]))
+
+
+def bind(source, target, attributes):
+    """Show `source` (with what is mounted below it) at `target`, and give every mount of it these attributes."""
+    mount(source, target, None, MS_BIND | MS_REC)
+    if attributes:
+        set_attributes(target, attributes, AT_RECURSIVE)
+
+
+def set_attributes(target, attributes, flags):
+    wanted = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
+    result = libc.syscall(SYS_MOUNT_SETATTR, -100, target.encode(), flags, ctypes.byref(wanted), ctypes.sizeof(wanted))
+    call(f"mount_setattr {target}", result)
+
+
+def unshare(what, flags):
+    call(f"unshare {what}", libc.unshare(flags))
+
+
+def write_text(path, text):
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def map_own_user():
+    """As an ordinary user: become root of a user namespace, which is what allows every other namespace."""
+    uid, gid = os.geteuid(), os.getegid()
+    unshare("user namespace", NEWUSER)
+    write_text("/proc/self/setgroups", "deny")
+    write_text("/proc/self/uid_map", f"0 {uid} 1")
+    write_text("/proc/self/gid_map", f"0 {gid} 1")
+
+
+def enter(request):
+    """In process 1 of the pid namespace: the other namespaces, a root that holds only what the spec names, and lo up."""
+    kinds = NEWNS | NEWIPC | NEWUTS | NEWCGROUP | (0 if request["network"] else NEWNET)
+    unshare("mount, ipc, uts, cgroup, net namespaces", kinds)
+    mount(None, "/", None, MS_REC | MS_PRIVATE)
+    top = request["mountpoint"]
+    mount("tmpfs", top, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=16m")
+    show_host(top, request["network"])
+    make_devices(top)
+    for path in request["folders"]:
+        os.makedirs(top + path, exist_ok=True)
+        bind(request["root"] + path, top + path, ATTR_NOSUID | ATTR_NODEV)
+    for source, path in request["mounts"]:
+        os.makedirs(top + path, exist_ok=True)
+        bind(source, top + path, ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV)
+    os.makedirs(top + "/proc", exist_ok=True)
+    mount("proc", top + "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    os.chdir(top)
+    machine = os.uname().machine
+    if machine not in SYS_PIVOT_ROOT:
+        raise Failed(f"pivot_root: no system call number known for {machine}")
+    call("pivot_root", libc.syscall(SYS_PIVOT_ROOT[machine], b".", b"."))
+    call("umount of the host", libc.umount2(b".", MNT_DETACH))
+    os.chdir("/")
+    set_attributes("/", ATTR_RDONLY, 0)
+    call("sethostname", libc.sethostname(b"sandbox", 7))
+    if not request["network"]:
+        raise_loopback()
+
+
+def show_host(top, network):
+    """The host's programs and the least of /etc that they need, read-only."""
+    hidden = ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV
+    for name in HOST_FOLDERS:
+        if os.path.islink("/" + name):
+            os.symlink(os.readlink("/" + name), f"{top}/{name}")
+        elif os.path.isdir("/" + name):
+            os.mkdir(f"{top}/{name}")
+            bind("/" + name, f"{top}/{name}", hidden)
+    for name in ("etc", "tmp", "run", "var"):
+        os.mkdir(f"{top}/{name}")
+    os.symlink("/tmp", f"{top}/var/tmp")
+    for name, text in OWN_ETC.items():
+        write_text(f"{top}/etc/{name}", text)
+    for name in HOST_ETC + (("resolv.conf",) if network else ()):
+        if os.path.isdir("/etc/" + name):
+            os.mkdir(f"{top}/etc/{name}")
+        elif os.path.isfile("/etc/" + name):
+            write_text(f"{top}/etc/{name}", "")
+        else:
+            continue
+        bind("/etc/" + name, f"{top}/etc/{name}", hidden)
+
+
+def make_devices(top):
+    os.makedirs(f"{top}/dev/shm")
+    for name in DEVICES:
+        write_text(f"{top}/dev/{name}", "")
+        bind(f"/dev/{name}", f"{top}/dev/{name}", 0)
+    os.symlink("/proc/self/fd", f"{top}/dev/fd")
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{number}", f"{top}/dev/{name}")
+    mount("tmpfs", f"{top}/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,size={SHM_BYTES}")
+
+
+def raise_loopback():
+    """SIOCSIFFLAGS on lo: a struct ifreq is 16 bytes of name, then the flags (UP and RUNNING)."""
+    sock = call("socket", libc.socket(2, 2, 0))
+    request = b"lo".ljust(16, b"\0") + (0x41).to_bytes(2, sys.byteorder) + bytes(22)
+    call("raise lo", libc.ioctl(sock, ctypes.c_ulong(0x8914), request))
+    os.close(sock)
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def start(request, caged):
+    """Fork the command; gives its process id and the reading end of its output."""
+    output, output_in = os.pipe()
+    trouble, trouble_in = os.pipe()
+    ready, ready_in = os.pipe()
+    mapped, mapped_in = os.pipe()
+    child = os.fork()
+    if child == 0:
+        become(request, caged, output_in, trouble_in, ready_in, mapped)
+    for fd in (output_in, trouble_in, ready_in, mapped):
+        os.close(fd)
+    if caged and os.read(ready, 1):
+        # Written from outside: a namespace may map only its own creator itself, and on some hosts not even that.
+        outer = request["outer_id"]
+        write_text(f"/proc/{child}/uid_map", f"{INNER_ID} {outer} 1")
+        write_text(f"/proc/{child}/gid_map", f"{INNER_ID} {outer} 1")
+        os.write(mapped_in, b"m")
+    os.close(mapped_in)
+    os.close(ready)
+    text = os.read(trouble, 4096)
+    os.close(trouble)
+    if text:
+        raise Failed(text.decode())
+    return child, output
+
+
+def become(request, caged, output, trouble, ready, mapped):
+    """In the forked child: give up everything, then turn into the command. Never returns."""
+    try:
+        os.setsid()
+        if request["memory_group"] >= 0:
+            os.write(request["memory_group"], b"0")
+        write_text("/proc/self/oom_score_adj", "1000")
+        if caged:
+            drop_privileges(request["outer_id"], ready, mapped)
+        call("no_new_privs", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+        limit(RLIMIT_CORE, 0)
+        limit(RLIMIT_FSIZE, request["disk_bytes"])
+        if caged:
+            limit(RLIMIT_NPROC, request["processes"])
+        for ignored_by_python in (SIGPIPE, SIGXFSZ):
+            libc.signal(ignored_by_python, None)
+        libc.sigprocmask(SIG_SETMASK, bytes(128), None)
+        os.umask(0o022)
+        null = os.open("/dev/null", os.O_RDONLY)
+        for source, target in ((null, 0), (output, 1), (output, 2)):
+            os.dup2(source, target)
+    except BaseException as error:
+        os.write(trouble, f"start of the command: {error or type(error).__name__}".encode()[:4096])
+        os._exit(1)
+    os.close(trouble)
+    execute(request)
+
+
+def execute(request):
+    """As a shell would: 127 for a program that is not there, 126 for one that cannot run."""
+    program = request["argv"][0]
+    try:
+        os.chdir(request["cwd"])
+    except OSError as error:
+        os.write(2, f"cd: {request['shown_cwd']}: {error.strerror}\n".encode("utf-8", "replace"))
+        os._exit(1)
+    try:
+        os.execvpe(program, request["argv"], request["env"])
+    except FileNotFoundError:
+        os.write(2, f"{program}: not found\n".encode("utf-8", "replace"))
+        os._exit(127)
+    except OSError as error:
+        os.write(2, f"{program}: {error.strerror}\n".encode("utf-8", "replace"))
+        os._exit(126)
+    except ValueError as error:
+        # A zero byte or half a surrogate pair: a model wrote it, so it is the command's failure and not ours.
+        os.write(2, f"sandbox: {error}\n".encode("utf-8", "replace"))
+        os._exit(126)
+
+
+def drop_privileges(outer_id, ready, mapped):
+    """Into a user namespace of its own (RLIMIT_NPROC counts per namespace, Linux >= 5.14), as a user without capabilities."""
+    unshare("inner user namespace", NEWUSER)
+    os.write(ready, b"r")
+    if not os.read(mapped, 1):
+        raise Failed("no user was mapped")
+    write_text("/proc/sys/user/max_user_namespaces", "0")
+    for capability in range(64):
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+    if outer_id:
+        os.setgroups([])
+    os.setresgid(INNER_ID, INNER_ID, INNER_ID)
+    os.setresuid(INNER_ID, INNER_ID, INNER_ID)
+
+
+def limit(which, value):
+    """Lower a limit; where the host's is lower already, that one stays."""
+    pair = (ctypes.c_ulong * 2)()
+    call(f"getrlimit {which}", libc.getrlimit(which, ctypes.byref(pair)))
+    pair[0] = pair[1] = min(value, pair[1])
+    call(f"setrlimit {which}", libc.setrlimit(which, ctypes.byref(pair)))
+
+
+# Supervision ----------------------------------------------------------------------------------------------------------
+
+
+class Namespace:
+    """Every process of the pid namespace except this one, which is its first."""
+
+    def pids(self):
+        return [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+
+    def kill(self):
+        try:
+            os.kill(-1, SIGKILL)
+            while True:
+                os.waitpid(-1, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+
+
+class Descendants:
+    """Everything below this process, which adopts the orphans among them."""
+
+    def pids(self):
+        found, stack = [], [str(os.getpid())]
+        while stack:
+            try:
+                pid = stack.pop()
+                for thread in os.listdir(f"/proc/{pid}/task"):
+                    with open(f"/proc/{pid}/task/{thread}/children") as file:
+                        children = file.read().split()
+                    found += children
+                    stack += children
+            except OSError:
+                continue
+        return found
+
+    def kill(self):
+        while True:
+            for pid in self.pids():
+                try:  # noqa: SIM105  (contextlib would cost start-up time)
+                    os.kill(int(pid), SIGKILL)
+                except OSError:
+                    pass
+            try:
+                os.waitpid(-1, 0)
+            except ChildProcessError:
+                return
+
+
+class Stopped(Exception):
+    """The manager closed the sandbox or is gone."""
+
+
+class Supervisor:
+    """Watches one command until it ends, then kills what it left and says how it ended."""
+
+    def __init__(self, request, family, signals, oom_control):
+        self.request, self.family, self.signals, self.oom_control = request, family, signals, oom_control
+        self.output = bytearray()
+        self.truncated = self.timed_out = self.memory_exceeded = False
+        self.note = b""
+        self.killed = False
+
+    def run(self, child, output):
+        self.child, self.status = child, None
+        self.begin = time.monotonic()
+        self.oom_kills = self.count_oom_kills()
+        self.disk_at_start = self.disk_bytes()
+        try:
+            self.watch(output)
+        finally:
+            self.family.kill()
+        elapsed = time.monotonic() - self.begin
+        self.drain(output)
+        self.check_group()
+        self.check_disk()
+        if self.note:
+            self.output += self.note
+        numbers = (self.exit_code(), self.timed_out, self.truncated, self.memory_exceeded, int(elapsed * 1e6))
+        return "done " + " ".join(str(int(number)) for number in numbers) + "\n", bytes(self.output)
+
+    def watch(self, output):
+        deadline = self.begin + self.request["timeout_s"]
+        self.next_sample, self.next_disk = self.begin + SAMPLE_S, self.begin + DISK_SAMPLE_S
+        poller = select.poll()
+        for fd in (0, output, self.signals):
+            poller.register(fd, select.POLLIN)
+        os.set_blocking(output, False)
+        while self.status is None and not self.killed:
+            now = time.monotonic()
+            if now >= deadline:
+                self.timed_out = True
+                return
+            if now >= self.next_sample:
+                self.sample()
+            wait_s = max(0.0, min(deadline, self.next_sample) - time.monotonic())
+            for fd, _ in poller.poll(wait_s * 1000 + 1):
+                if fd == 0:
+                    raise Stopped
+                if fd == output:
+                    if not self.collect(output):
+                        poller.unregister(output)
+                elif os.read(self.signals, 128)[0] == SIGTERM:
+                    raise Stopped
+            self.reap()
+
+    def collect(self, output):
+        """Take what is there, keep what fits; false at the end of the stream."""
+        try:
+            data = os.read(output, 1 << 16)
+        except BlockingIOError:
+            return True
+        room = self.request["output_bytes"] - len(self.output)
+        self.output += data[:room]
+        self.truncated |= len(data) > room
+        return bool(data)
+
+    def drain(self, output):
+        """After the end: everybody who could write is dead, so the pipe holds all that is left."""
+        try:
+            while data := os.read(output, 1 << 16):
+                room = self.request["output_bytes"] - len(self.output)
+                self.output += data[:room]
+                self.truncated |= len(data) > room
+        except BlockingIOError:
+            pass
+
+    def reap(self):
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self.child:
+                self.status = status
+
+    def sample(self):
+        pids = self.family.pids()
+        self.check_group()
+        if sum(resident_bytes(pid) for pid in pids) > self.request["memory_bytes"]:
+            # Resident pages count once per process that maps them; this finer sum costs more, so it comes second.
+            self.memory_exceeded |= sum(own_bytes(pid) for pid in pids) > self.request["memory_bytes"]
+        # Namespaces have the kernel's own limit; without them this is the only one.
+        too_many = len(pids) > self.request["processes"]
+        if too_many:
+            self.note = b"[sandbox] process limit of %d exceeded\n" % self.request["processes"]
+        now = time.monotonic()
+        if now >= self.next_disk:
+            self.check_disk()
+            self.next_disk = now + max(DISK_SAMPLE_S, 20 * (time.monotonic() - now))
+        self.killed |= self.memory_exceeded or too_many
+        self.next_sample = now + SAMPLE_S
+
+    def check_group(self):
+        self.memory_exceeded |= self.count_oom_kills() > self.oom_kills
+
+    def count_oom_kills(self):
+        if self.oom_control < 0:
+            return 0
+        words = os.pread(self.oom_control, 4096, 0).split()
+        return int(words[words.index(b"oom_kill") + 1])
+
+    def check_disk(self):
+        used, allowed = self.disk_bytes(), self.request["disk_bytes"]
+        # A command that only frees space may run although the sandbox is over its limit.
+        if used > allowed and used > self.disk_at_start:
+            self.killed = True
+            self.note = b"[sandbox] disk limit of %d MB exceeded\n" % (allowed >> 20)
+
+    def disk_bytes(self):
+        total, stack = 0, [self.request["seen_root"] + path for path in self.request["folders"]]
+        while stack:
+            try:
+                with os.scandir(stack.pop()) as entries:
+                    for entry in entries:
+                        total += entry.stat(follow_symlinks=False).st_blocks * 512
+                        if entry.is_dir(follow_symlinks=False):
+                            stack.append(entry.path)
+            except OSError:
+                continue
+        return total
+
+    def exit_code(self):
+        if self.timed_out:
+            return 124
+        if self.killed or self.status is None:
+            return 128 + SIGKILL
+        code = os.waitstatus_to_exitcode(self.status)
+        return code if code >= 0 else 128 - code
+
+
+def resident_bytes(pid):
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+    except (OSError, IndexError):
+        return 0
+
+
+def own_bytes(pid):
+    """Anonymous and shared memory, each page divided among those who map it."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            lines = [line.split() for line in file]
+    except OSError:
+        return 0
+    return sum(int(words[1]) << 10 for words in lines if words[0] in ("Pss_Anon:", "Pss_Shmem:"))
+
+
+# The program ----------------------------------------------------------------------------------------------------------
+
+
+def read_exactly(size):
+    data = b""
+    while len(data) < size:
+        part = os.read(0, size - len(data))
+        if not part:
+            sys.exit(0)
+        data += part
+    return data
+
+
+def block_signals():
+    """SIGCHLD and SIGTERM arrive in a file descriptor, where a poll sees them and no handler races."""
+    mask = ctypes.create_string_buffer(128)
+    for number in (SIGTERM, SIGCHLD):
+        libc.sigaddset(mask, number)
+    libc.sigprocmask(SIG_BLOCK, mask, None)
+    return call("signalfd", libc.signalfd(-1, mask, 0o2000000))
+
+
+def die_with(parent, signal):
+    """Ask for `signal` when the parent ends; it may have ended before we asked."""
+    call("pdeathsig", libc.prctl(PR_SET_PDEATHSIG, signal, 0, 0, 0))
+    if parent is not None and os.getppid() != parent:
+        sys.exit(0)
+
+
+def open_group(request):
+    """The memory control group, opened while the host's files are still in sight."""
+    path = request["memory_group"]
+    if not path:
+        request["memory_group"] = -1
+        return -1
+    request["memory_group"] = os.open(path + "/cgroup.procs", os.O_WRONLY)
+    return os.open(path + "/memory.oom_control", os.O_RDONLY)
+
+
+def send(header, output=b""):
+    data = memoryview(header.encode() + output)
+    try:
+        while data:
+            data = data[os.write(1, data) :]
+    except BrokenPipeError:
+        pass  # the manager is dead
+
+
+def supervise(request, caged, signals):
+    try:
+        oom_control = open_group(request)
+        if caged:
+            enter(request)
+        child, output = start(request, caged)
+        family = Namespace() if caged else Descendants()
+        send(*Supervisor(request, family, signals, oom_control).run(child, output))
+    except Stopped:
+        pass
+    except Exception as error:
+        send(f"failed {error or type(error).__name__}\n")
+
+
+def main():
+    request = marshal.loads(read_exactly(int.from_bytes(read_exactly(4), "little")))
+    if request["isolation"] == "none":
+        die_with(request["parent"], SIGTERM)
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        supervise(request, False, block_signals())
+        return
+    die_with(request["parent"], SIGKILL)
+    try:
+        if os.geteuid() != 0:
+            map_own_user()
+        unshare("pid namespace", NEWPID)
+        init = os.fork()
+    except (Failed, OSError) as error:
+        send(f"failed {error}\n")
+        return
+    if init == 0:
+        die_with(None, SIGKILL)
+        supervise(request, True, block_signals())
+        os._exit(0)
+    os.waitpid(init, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Starts the launcher for one command and reads how the command ended."""
+
+from __future__ import annotations
+
+import asyncio
+import marshal
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from everlong.contracts.errors import SandboxError
+from everlong.contracts.ports import ExecResult
+
+LAUNCHER = Path(__file__).with_name("launcher.py")
+GRACE_S = 30.0
+"""The launcher keeps the time limit; one that says nothing for so much longer is broken."""
+_STOP_S = 5.0
+
+Field = str | int | float | bool | list[str] | dict[str, str] | list[tuple[str, str]]
+Request = Mapping[str, Field]
+
+
+def python_candidates() -> list[str]:
+    """Interpreters for the launcher: the system's first, as ours may lie in a home that others cannot read."""
+    found = [path for path in ("/usr/bin/python3", "/usr/local/bin/python3", sys.executable) if path]
+    return [path for path in found if os.access(path, os.X_OK)]
+
+
+class Launch:
+    """One run of the launcher. `stop` ends it and everything below it; so does the end of this process."""
+
+    def __init__(self, python: str, request: Request, timeout_s: float) -> None:
+        self._python, self._request, self._timeout_s = python, request, timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopped = False
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+
+    async def run(self) -> ExecResult | None:
+        """None when it was stopped. Raises SandboxError when the command could not be started or the launcher broke."""
+        if self._stopped:
+            return None
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(self._python, "-I", "-S", LAUNCHER.name),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={"LC_ALL": "C.UTF-8"},
+                # Its command line is visible inside the sandbox and must not say where we live.
+                cwd=LAUNCHER.parent,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise SandboxError(f"cannot start {self._python}: {error.strerror}") from error
+        try:
+            reply, trouble = await asyncio.wait_for(self._talk(self._process), self._timeout_s + GRACE_S)
+        except TimeoutError:
+            raise SandboxError(f"the launcher did not answer within {self._timeout_s + GRACE_S:g} s") from None
+        finally:
+            await asyncio.shield(self._end(self._process))
+        if self._stopped and not reply:
+            return None
+        return _parse(reply, trouble)
+
+    async def _talk(self, process: asyncio.subprocess.Process) -> tuple[bytes, bytes]:
+        """Standard input stays open: its end is the sign to stop."""
+        assert process.stdin and process.stdout and process.stderr
+        body = marshal.dumps(dict(self._request), 2)
+        try:
+            process.stdin.write(len(body).to_bytes(4, "little") + body)
+            await process.stdin.drain()
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # what it said on standard error tells why
+        if self._stopped:
+            process.stdin.close()
+        return await asyncio.gather(process.stdout.read(), process.stderr.read())
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        """The launcher ends only after everything below it is dead, so waiting for it is enough."""
+        assert process.stdin
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), _STOP_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def _parse(reply: bytes, trouble: bytes) -> ExecResult:
+    header, _, output = reply.partition(b"\n")
+    kind, _, rest = header.partition(b" ")
+    if kind == b"failed":
+        raise SandboxError(f"the sandbox could not start the command: {rest.decode(errors='replace')}")
+    if kind != b"done":
+        said = trouble.decode(errors="replace").strip()[-1000:]
+        raise SandboxError(f"the launcher ended without an answer{': ' + said if said else ', something killed it'}")
+    exit_code, timed_out, truncated, memory_exceeded, elapsed_us = (int(number) for number in rest.split())
+    return ExecResult(
+        exit_code=exit_code,
+        output=output,
+        timed_out=bool(timed_out),
+        truncated=bool(truncated),
+        memory_exceeded=bool(memory_exceeded),
+        elapsed_s=elapsed_us / 1e6,
+    )

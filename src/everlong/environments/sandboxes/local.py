@@ -1,0 +1,291 @@
+"""Sandboxes on this machine: files in a folder of the host, one launcher process per command, nothing in between.
+
+With isolation "namespaces" a command sees the host's programs read-only, its own workdir, /tmp and writable folders, its mounts
+read-only, and no network but lo; the rest of the host is not there. It runs as an ordinary user without capabilities. With
+isolation "none" it runs in a copy of the files, with everything that the user who runs everlong may do; paths below the workdir
+are those of the copy (its root is in `EVERLONG_ROOT`), and only whole paths in `cwd`, `argv` and `env` are translated.
+
+Limits: time exactly; output is read on and thrown away beyond its limit; processes by RLIMIT_NPROC in a user namespace of the
+command's own (sampled without namespaces); memory by a control group where we may make one, else sampled every 100 ms, so that
+a command can exceed it by what it fills in that time; disk by RLIMIT_FSIZE for one file and by counting once per second and at
+the end: a command that grew beyond it ends with 137 and a line that says so, and later ones may still remove files.
+/dev/shm holds 64 MB beside the memory limit. One command runs at a time per sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import posixpath
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from everlong.contracts.errors import SandboxError
+from everlong.contracts.ports import Capabilities, Command, ExecResult, SandboxSpec
+from everlong.contracts.records import Limits
+from everlong.environments.sandboxes.folders import Territory, is_below, remove_tree
+from everlong.environments.sandboxes.launching import Launch, Request, python_candidates
+from everlong.environments.sandboxes.layout import check_spec, folder_name, lay_out, private_folders
+from everlong.environments.sandboxes.memory_group import remove_group, usable_parent
+from everlong.environments.sandboxes.registry import MARKER, Claim, kill_marked, sweep
+
+AGENT_ID = 65534
+"""User and group that commands run as when we are root: the agent must never be root of the host."""
+BASE_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "TZ": "UTC"}
+_PROBE_S = 20.0
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A way to run commands on this machine."""
+
+    python: str
+    isolation: Literal["namespaces", "none"]
+    memory_groups: Path | None
+    """Where a group per sandbox is made; None samples memory instead."""
+
+
+class LocalSandbox:
+    """See the module. Made by `LocalBackend.create` and `fork`."""
+
+    def __init__(self, backend: LocalBackend, spec: SandboxSpec, home: Path, place: Place) -> None:
+        self._backend, self._spec, self._home, self._place = backend, spec, home, place
+        self._caged = place.isolation == "namespaces"
+        self._memory_group = place.memory_groups / f"everlong-{home.parent.name}-{home.name}" if place.memory_groups else None
+        self._territory = Territory(
+            root=home / "root",
+            folders=private_folders(spec),
+            workdir=spec.workdir,
+            owner=AGENT_ID if self._caged and os.geteuid() == 0 else None,
+        )
+        self._lock = asyncio.Lock()
+        self._launch: Launch | None = None
+        self._closed = ""
+        self._closing: asyncio.Task[None] | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        if spec.ttl_s is not None:
+            reason = f"its ttl of {spec.ttl_s:g} s is over"
+            self._expiry = asyncio.get_running_loop().call_later(spec.ttl_s, self._begin_close, reason)
+
+    @property
+    def name(self) -> str:
+        return self._spec.name
+
+    async def exec(self, command: Command) -> ExecResult:
+        if not command.argv or not (0 < command.timeout_s < math.inf):
+            raise ValueError(f"a command needs an argv and a finite timeout_s > 0, got {command}")
+        async with self._lock:
+            self._check_open()
+            self._launch = Launch(self._place.python, self._request(command), command.timeout_s)
+            try:
+                result = await self._launch.run()
+            finally:
+                self._launch = None
+            if result is None:
+                self._check_open()
+                raise SandboxError(f"the command in sandbox {self.name} was stopped")
+            return result
+
+    async def read(self, path: str, max_bytes: int = 1 << 20) -> bytes:
+        """Up to `max_bytes` of a regular file in the workdir, /tmp or a writable folder; links are followed inside these."""
+        self._check_open()
+        try:
+            return await asyncio.to_thread(self._territory.read, path, max_bytes)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise SandboxError(f"cannot read {path} in sandbox {self.name}: {error}") from error
+
+    async def write(self, path: str, data: bytes) -> None:
+        self._check_open()
+        try:
+            await asyncio.to_thread(self._territory.write, path, data)
+        except OSError as error:
+            raise SandboxError(f"cannot write {path} in sandbox {self.name}: {error}") from error
+
+    async def fork(self, spec: SandboxSpec) -> LocalSandbox:
+        if spec.files is not None:
+            raise ValueError(f"a fork starts from its parent's workdir: spec.files must be None, got {spec.files!r}")
+        async with self._lock:
+            self._check_open()
+            return await self._backend.open(spec, self._territory.host(self._spec.workdir))
+
+    async def close(self) -> None:
+        self._begin_close("close was called")
+        assert self._closing is not None
+        await asyncio.shield(self._closing)
+
+    async def start(self, source: Path | None) -> None:
+        """Make what it needs on the host; after a failure nothing is left."""
+        try:
+            await asyncio.to_thread(self._lay_out, source)
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, OSError):
+                raise SandboxError(f"cannot lay out sandbox {self.name}: {error}") from error
+            raise
+
+    def _lay_out(self, source: Path | None) -> None:
+        lay_out(self._home, self._territory, self._spec, source, copy_mounts=not self._caged)
+        if self._memory_group is not None:
+            self._backend.claim.make_group(self._memory_group, self._spec.limits.memory_mb << 20)
+
+    def _begin_close(self, reason: str) -> None:
+        if self._closing is None:
+            self._closed = reason
+            if self._expiry is not None:
+                self._expiry.cancel()
+            if self._launch is not None:
+                self._launch.stop()
+            self._closing = asyncio.create_task(self._close())
+
+    async def _close(self) -> None:
+        async with self._lock:
+            await asyncio.to_thread(self._remove)
+        self._backend.forget(self)
+
+    def _remove(self) -> None:
+        if not self._caged:
+            kill_marked(f"{self._home}/")
+        remove_tree(self._home)
+        if self._memory_group is not None:
+            remove_group(str(self._memory_group))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SandboxError(f"sandbox {self.name} is closed: {self._closed}")
+
+    def _request(self, command: Command) -> Request:
+        spec, limits = self._spec, self._spec.limits
+        cwd = posixpath.join(spec.workdir, command.cwd or "")
+        env = {**BASE_ENV, "HOME": spec.workdir, **spec.env, **command.env}
+        if not self._caged:
+            marks = {"TMPDIR": "/tmp", "EVERLONG_ROOT": str(self._territory.root), MARKER: f"{self._home}/"}
+            env = {key: self._seen(value) for key, value in {**marks, **env}.items()}
+        return {
+            "isolation": self._place.isolation,
+            "parent": os.getpid(),
+            "root": str(self._territory.root),
+            "seen_root": "" if self._caged else str(self._territory.root),
+            "mountpoint": str(self._home / "mountpoint"),
+            "folders": list(self._territory.folders),
+            "mounts": [(mount.source, mount.target) for mount in spec.mounts],
+            "network": spec.network,
+            "outer_id": self._territory.owner or 0,
+            "argv": list(command.argv) if self._caged else [self._seen(word) for word in command.argv],
+            "env": env,
+            "cwd": cwd if self._caged else self._seen(cwd),
+            "shown_cwd": cwd,
+            "timeout_s": command.timeout_s,
+            "output_bytes": limits.output_bytes,
+            "memory_bytes": limits.memory_mb << 20,
+            "disk_bytes": limits.disk_mb << 20,
+            "processes": limits.processes,
+            "memory_group": str(self._memory_group or ""),
+        }
+
+    def _seen(self, word: str) -> str:
+        """Without namespaces: where a path of the sandbox lies on the host."""
+        own = (*self._territory.folders, *(mount.target for mount in self._spec.mounts))
+        return str(self._territory.host(word)) if any(is_below(word, folder) for folder in own) else word
+
+
+class LocalBackend:
+    """Sandboxes below `root`; removes what dead managers left there, and touches nothing of living ones."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        isolation: Literal["auto", "namespaces", "none"] = "auto",
+        warn: Callable[[str], None] = _LOG.warning,
+    ) -> None:
+        root = root.absolute()
+        self.claim = Claim(root)
+        self.swept = sweep(root)
+        """Folders of dead managers that were removed at the start."""
+        self._root, self._isolation, self._warn = root, isolation, warn
+        self._sandboxes: dict[str, LocalSandbox] = {}
+        self._probing = asyncio.Lock()
+        self._found: tuple[Place, Capabilities] | None = None
+
+    async def probe(self) -> Capabilities:
+        """Run a command once in every allowed way until one works. Raises SandboxError where none does."""
+        return (await self._find())[1]
+
+    async def create(self, spec: SandboxSpec) -> LocalSandbox:
+        return await self.open(spec, Path(spec.files) if spec.files is not None else None)
+
+    async def open(self, spec: SandboxSpec, source: Path | None) -> LocalSandbox:
+        """A sandbox whose workdir holds a copy of `source`."""
+        check_spec(spec)
+        place, _ = await self._find()
+        if spec.name in self._sandboxes:
+            raise SandboxError(f"a sandbox named {spec.name!r} is open already: names are unique within a backend")
+        sandbox = LocalSandbox(self, spec, self.claim.folder / folder_name(spec.name), place)
+        self._sandboxes[spec.name] = sandbox
+        await sandbox.start(source)
+        return sandbox
+
+    def forget(self, sandbox: LocalSandbox) -> None:
+        """A sandbox says that it is closed; its name is free again."""
+        self._sandboxes.pop(sandbox.name, None)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(sandbox.close() for sandbox in list(self._sandboxes.values())))
+        await asyncio.to_thread(self.claim.release)
+        await asyncio.to_thread(sweep, self._root)
+
+    async def _find(self) -> tuple[Place, Capabilities]:
+        async with self._probing:
+            if self._found is None:
+                self._found = await self._try_places()
+                capabilities = self._found[1]
+                if self._isolation == "auto" and capabilities.isolation == "none":
+                    self._warn(f"commands of sandboxes are NOT isolated from this machine: {capabilities.reason}")
+            return self._found
+
+    async def _try_places(self) -> tuple[Place, Capabilities]:
+        failures: list[str] = []
+        for isolation in ("namespaces", "none") if self._isolation == "auto" else (self._isolation,):
+            groups = await asyncio.to_thread(usable_parent) if isolation == "namespaces" and os.geteuid() == 0 else None
+            for python in python_candidates():
+                place = Place(python, isolation, groups)
+                try:
+                    limited = await self._try(place)
+                except SandboxError as error:
+                    failures.append(f"{isolation} with {python}: {error}")
+                else:
+                    return place, describe(place, limited, failures)
+        raise SandboxError(
+            f"no sandbox can run here with isolation {self._isolation!r}: {'; '.join(failures)}. Namespaces need Linux >= 5.14 "
+            "that lets this user make user namespaces, and a Python with ctypes"
+        )
+
+    async def _try(self, place: Place) -> bool:
+        """Whether a second process is refused where one is allowed. Raises SandboxError where nothing can be started."""
+        spec = SandboxSpec(name="probe", limits=Limits(memory_mb=256, processes=1))
+        sandbox = LocalSandbox(self, spec, self.claim.folder / f"probe-{place.isolation}", place)
+        await sandbox.start(None)
+        try:
+            one_more = Command(argv=("sh", "-c", "/bin/true; exit 7"), timeout_s=_PROBE_S)
+            return (await sandbox.exec(one_more)).exit_code != 7
+        finally:
+            await sandbox.close()
+
+
+def describe(place: Place, process_limit: bool, failures: list[str]) -> Capabilities:
+    caged = place.isolation == "namespaces"
+    memory = "held by a control group" if place.memory_groups else "sampled every 100 ms"
+    processes = "held by the kernel" if caged and process_limit else "sampled every 100 ms"
+    notes = [*failures, f"memory is {memory}", f"processes are {processes}", "disk is counted once per second"]
+    if not caged:
+        notes.insert(0, "without namespaces a command may do what this user may do, network included")
+    return Capabilities(
+        isolation=place.isolation, network_off=caged, memory_limit=True, process_limit=True, reason="; ".join(notes)
+    )

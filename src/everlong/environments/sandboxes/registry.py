@@ -1,0 +1,118 @@
+"""Who owns which sandbox folders, so that what a killed manager left behind is found and removed, and nothing else.
+
+`root/run-XXXXXXXX/lock` is locked (flock) for as long as its manager lives: the kernel lets go of it however the manager ends,
+and no process id can be mistaken for another. `root/run-XXXXXXXX/memory_groups` lists the control groups it made.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import tempfile
+from pathlib import Path
+
+from everlong.environments.sandboxes.folders import remove_tree
+from everlong.environments.sandboxes.memory_group import make_group, remove_group
+
+MARKER = "EVERLONG_SANDBOX"
+"""Environment variable by which a sandbox's processes are found where no namespace holds them together."""
+_GROUPS = "memory_groups"
+
+
+class Claim:
+    """A fresh folder below `root` that belongs to this process until `release`."""
+
+    def __init__(self, root: Path) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        while True:
+            self.folder = Path(tempfile.mkdtemp(prefix="run-", dir=root))
+            lock = _try_lock(self.folder / "lock", create=True)
+            if lock is not None:
+                self._lock = lock
+                return
+            # A sweep of somebody else came between the two lines above and took it for a leftover.
+
+    def make_group(self, group: Path, limit_bytes: int) -> None:
+        """Noted before it is made, so that none can be forgotten."""
+        with open(self.folder / _GROUPS, "a") as file:
+            file.write(f"{group}\n")
+        make_group(group, limit_bytes)
+
+    def release(self) -> None:
+        _clear(self.folder)
+        os.close(self._lock)
+
+
+def sweep(root: Path) -> list[Path]:
+    """Remove every folder below `root` whose manager is dead, with its processes and groups; gives their paths."""
+    swept = []
+    for folder in sorted(root.glob("run-*")):
+        lock = _try_lock(folder / "lock", create=False)
+        if lock is None:
+            continue
+        try:
+            _clear(folder)
+            swept.append(folder)
+        finally:
+            os.close(lock)
+    return swept
+
+
+def _clear(folder: Path) -> None:
+    kill_marked(f"{folder}/")
+    groups = folder / _GROUPS
+    if groups.exists():
+        for group in groups.read_text().split():
+            remove_group(group)
+    remove_tree(folder)
+
+
+def _try_lock(path: Path, *, create: bool) -> int | None:
+    """The open lock file; None while another process holds it, or where it is gone."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.exists() and path.stat().st_ino == os.fstat(fd).st_ino:
+            return fd
+    except BlockingIOError:
+        pass
+    os.close(fd)
+    return None
+
+
+def kill_marked(prefix: str) -> list[int]:
+    """Kill our own processes whose marker starts with `prefix`; gives their ids.
+
+    In namespaces everything dies with the manager; without them a process whose launcher was killed too may be left.
+    """
+    killed = []
+    wanted = f"{MARKER}={prefix}".encode()
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            pidfd = os.pidfd_open(int(entry.name))
+        except OSError:
+            continue
+        try:
+            environment = Path(entry.path, "environ").read_bytes()
+            if any(word.startswith(wanted) for word in environment.split(b"\0")):
+                _kill(pidfd)
+                killed.append(int(entry.name))
+        except OSError:
+            continue
+        finally:
+            os.close(pidfd)
+    return killed
+
+
+def _kill(pidfd: int) -> None:
+    """Through the descriptor, so that a process id that was taken over meanwhile is not hit; then wait until it is dead."""
+
+    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    select.select([pidfd], [], [], 5.0)
