@@ -53,15 +53,15 @@ class TorchEngine:
             raise ValueError(f"the model has {model.config.vocab_size} tokens, got bytes for {len(token_bytes)}")
         self._model, self._reader, self._token_bytes, self._lease = model, reader, token_bytes, lease
         self._context = config.context(model.config.max_positions)
-        pool = BlockPool(config.cache_tokens // config.block_tokens, config.block_tokens)
+        self._pool = BlockPool(config.cache_tokens // config.block_tokens, config.block_tokens)
         self._scheduler = Scheduler(
-            pool,
+            self._pool,
             max_running=config.max_running,
             chunk_tokens=config.prefill_chunk_tokens,
             prefix_cache=config.prefix_cache,
             policy_version=NO_VERSION,
         )
-        self._runner = StepRunner(model, pool.num_blocks, config.block_tokens)
+        self._runner = StepRunner(model, self._pool.num_blocks, config.block_tokens)
         self._version, self._fingerprint = NO_VERSION, fingerprint_of_model(model)
         self._weights: WeightSet | None = None
         self._answers: dict[int, Answer] = {}
@@ -109,7 +109,11 @@ class TorchEngine:
             fingerprint=self._fingerprint,
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
-            metrics=self._meters.values(self._scheduler.num_preemptions),
+            metrics={
+                **self._meters.values(),
+                "preemptions": self._scheduler.num_preemptions,
+                "cache_used": 1 - self._pool.num_available / self._pool.num_blocks,
+            },
         )
 
     async def close(self) -> None:

@@ -35,14 +35,13 @@ class Meters:
         self.prompt_tokens += num_prompt
         self.prefix_hit_tokens += num_cached
 
-    def values(self, num_preemptions: int) -> dict[str, float]:
+    def values(self) -> dict[str, float]:
         return {
             "steps": self.steps,
             "tokens_computed": self.tokens_computed,
             "tokens_sampled": self.tokens_sampled,
             "prompt_tokens": self.prompt_tokens,
             "prefix_hit_tokens": self.prefix_hit_tokens,
-            "preemptions": num_preemptions,
             "batch_size_mean": self.tokens_sampled / self.steps if self.steps else 0.0,
             "prefill_s": self.prefill_s,
             "decode_s": self.decode_s,
