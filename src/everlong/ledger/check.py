@@ -10,7 +10,7 @@ import apsw
 from everlong.contracts.errors import LedgerError
 from everlong.contracts.records import Record
 from everlong.ledger.facts import EpisodeEnded, EpisodeStarted, Fact, RunFinished, TokensDiscarded, TurnSampled
-from everlong.ledger.ledger import read_entries
+from everlong.ledger.ledger import LEDGER_FILE, read_entries
 from everlong.ledger.lifecycle import Lifecycle
 from everlong.ledger.views import Balance
 
@@ -48,6 +48,9 @@ def read_lifecycle(path: str | Path) -> Lifecycle:
 
 
 def _open(path: Path) -> apsw.Connection:
+    """Of a ledger file, or of the one in a run's folder."""
+    if path.is_dir():
+        path = path / LEDGER_FILE
     if not path.is_file():
         raise LedgerError(f"there is no ledger at {path}: give the run's folder or its ledger file")
     try:

@@ -180,8 +180,9 @@ class WriterLock:
 def _connect(path: Path) -> apsw.Connection:
     connection = apsw.Connection(str(path))
     connection.set_busy_timeout(10_000)
-    connection.execute("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;")
-    version = connection.execute("PRAGMA user_version").get
+    connection.pragma("journal_mode", "wal")
+    connection.pragma("synchronous", "full")
+    version = connection.pragma("user_version")
     if version not in (0, SCHEMA_VERSION):
         raise LedgerError(
             f"{path} has ledger format {version}, this everlong reads {SCHEMA_VERSION}: use the newer everlong"

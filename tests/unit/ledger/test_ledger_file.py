@@ -95,8 +95,8 @@ def test_second_process_is_refused_while_readers_are_not(path: Path) -> None:
 
 def test_ledger_is_durable_in_every_commit(path: Path) -> None:
     ledger = Ledger.open(path)
-    assert ledger._connection.execute("PRAGMA synchronous").get == 2  # FULL
-    assert ledger._connection.execute("PRAGMA journal_mode").get == "wal"
+    assert ledger._connection.pragma("synchronous") == 2  # FULL
+    assert ledger._connection.pragma("journal_mode") == "wal"
     ledger.close()
 
 
