@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
 from pathlib import Path
 from urllib.parse import quote
 
-from everlong.contracts.ports import SandboxSpec
+from everlong.contracts.ports import Mount, SandboxSpec
 from everlong.environments.sandboxes.folders import Territory, copy_tree, is_below
 
 TMP = "/tmp"
@@ -47,17 +48,44 @@ def check_spec(spec: SandboxSpec) -> None:
         raise ValueError(f"ttl_s of sandbox {spec.name} must be > 0 or None, got {spec.ttl_s}")
 
 
-def lay_out(home: Path, territory: Territory, spec: SandboxSpec, source: Path | None, *, copy_mounts: bool) -> None:
-    """Make the folders and fill the workdir. `copy_mounts`: where nothing can be mounted, a mount is a copy."""
+def lay_out(home: Path, territory: Territory, workdir: str, source: Path | None) -> None:
+    """Make the folders and fill the workdir with a copy of `source`."""
     home.mkdir()
     (home / "mountpoint").mkdir()
     for path in territory.folders:
         territory.host(path).mkdir(parents=True)
     territory.host(TMP).chmod(0o1777)
     if source is not None:
-        copy_tree(source, territory.host(spec.workdir), territory.owner)
-    if copy_mounts:
-        for mount in spec.mounts:
-            territory.host(mount.target).mkdir(parents=True)
-            copy_tree(Path(mount.source), territory.host(mount.target), territory.owner)
+        copy_tree(source, territory.host(workdir), territory.owner)
     territory.take(territory.folders)
+
+
+def place_mounts(home: Path, territory: Territory, mounts: tuple[Mount, ...], *, caged: bool) -> list[tuple[str, str]]:
+    """What to mount where (source on the host, target inside).
+
+    A copy takes the source's place where nothing can be mounted, and where commands run as another user than ours who could
+    not read the files.
+    """
+    placed = []
+    for index, mount in enumerate(mounts):
+        source = Path(mount.source).absolute()
+        if not caged or (territory.owner is not None and not _everybody_reads(source)):
+            copy = home / "mounts" / str(index) if caged else territory.host(mount.target)
+            copy.mkdir(parents=True)
+            copy_tree(source, copy, territory.owner)
+            source = copy
+        placed.append((str(source), mount.target))
+    return placed
+
+
+def _everybody_reads(folder: Path) -> bool:
+    if folder.stat().st_mode & 0o005 != 0o005:
+        return False
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                if not _everybody_reads(Path(entry.path)):
+                    return False
+            elif entry.is_file(follow_symlinks=False) and not entry.stat(follow_symlinks=False).st_mode & 0o004:
+                return False
+    return True

@@ -28,8 +28,8 @@ from everlong.contracts.errors import SandboxError
 from everlong.contracts.ports import Capabilities, Command, ExecResult, SandboxSpec
 from everlong.contracts.records import Limits
 from everlong.environments.sandboxes.folders import Territory, is_below, remove_tree
-from everlong.environments.sandboxes.launching import Launch, Request, python_candidates
-from everlong.environments.sandboxes.layout import check_spec, folder_name, lay_out, private_folders
+from everlong.environments.sandboxes.launching import Launch, Request, compile_launcher, python_candidates
+from everlong.environments.sandboxes.layout import TMP, check_spec, folder_name, lay_out, place_mounts, private_folders
 from everlong.environments.sandboxes.memory_group import remove_group, usable_parent
 from everlong.environments.sandboxes.registry import MARKER, Claim, kill_marked, sweep
 
@@ -45,6 +45,8 @@ class Place:
     """A way to run commands on this machine."""
 
     python: str
+    launcher: Path
+    """Compiled for `python`."""
     isolation: Literal["namespaces", "none"]
     memory_groups: Path | None
     """Where a group per sandbox is made; None samples memory instead."""
@@ -56,13 +58,16 @@ class LocalSandbox:
     def __init__(self, backend: LocalBackend, spec: SandboxSpec, home: Path, place: Place) -> None:
         self._backend, self._spec, self._home, self._place = backend, spec, home, place
         self._caged = place.isolation == "namespaces"
-        self._memory_group = place.memory_groups / f"everlong-{home.parent.name}-{home.name}" if place.memory_groups else None
+        self._memory_group = (
+            place.memory_groups / f"everlong-{home.parent.name}-{home.name}" if place.memory_groups else None
+        )
         self._territory = Territory(
             root=home / "root",
             folders=private_folders(spec),
             workdir=spec.workdir,
-            owner=AGENT_ID if self._caged and os.geteuid() == 0 else None,
+            owner=agent_owner() if self._caged else None,
         )
+        self._mounts: list[tuple[str, str]] = []
         self._lock = asyncio.Lock()
         self._launch: Launch | None = None
         self._closed = ""
@@ -81,7 +86,7 @@ class LocalSandbox:
             raise ValueError(f"a command needs an argv and a finite timeout_s > 0, got {command}")
         async with self._lock:
             self._check_open()
-            self._launch = Launch(self._place.python, self._request(command), command.timeout_s)
+            self._launch = Launch(self._place.python, self._place.launcher, self._request(command), command.timeout_s)
             try:
                 result = await self._launch.run()
             finally:
@@ -131,7 +136,8 @@ class LocalSandbox:
             raise
 
     def _lay_out(self, source: Path | None) -> None:
-        lay_out(self._home, self._territory, self._spec, source, copy_mounts=not self._caged)
+        lay_out(self._home, self._territory, self._spec.workdir, source)
+        self._mounts = place_mounts(self._home, self._territory, self._spec.mounts, caged=self._caged)
         if self._memory_group is not None:
             self._backend.claim.make_group(self._memory_group, self._spec.limits.memory_mb << 20)
 
@@ -165,8 +171,8 @@ class LocalSandbox:
         cwd = posixpath.join(spec.workdir, command.cwd or "")
         env = {**BASE_ENV, "HOME": spec.workdir, **spec.env, **command.env}
         if not self._caged:
-            marks = {"TMPDIR": "/tmp", "EVERLONG_ROOT": str(self._territory.root), MARKER: f"{self._home}/"}
-            env = {key: self._seen(value) for key, value in {**marks, **env}.items()}
+            env = {key: self._seen(value) for key, value in {"TMPDIR": TMP, **env}.items()}
+            env |= {"EVERLONG_ROOT": str(self._territory.root), MARKER: f"{self._home}/"}
         return {
             "isolation": self._place.isolation,
             "parent": os.getpid(),
@@ -174,7 +180,7 @@ class LocalSandbox:
             "seen_root": "" if self._caged else str(self._territory.root),
             "mountpoint": str(self._home / "mountpoint"),
             "folders": list(self._territory.folders),
-            "mounts": [(mount.source, mount.target) for mount in spec.mounts],
+            "mounts": self._mounts,
             "network": spec.network,
             "outer_id": self._territory.owner or 0,
             "argv": list(command.argv) if self._caged else [self._seen(word) for word in command.argv],
@@ -255,8 +261,9 @@ class LocalBackend:
         for isolation in ("namespaces", "none") if self._isolation == "auto" else (self._isolation,):
             groups = await asyncio.to_thread(usable_parent) if isolation == "namespaces" and os.geteuid() == 0 else None
             for python in python_candidates():
-                place = Place(python, isolation, groups)
                 try:
+                    launcher = await compile_launcher(python, self.claim.folder)
+                    place = Place(python, launcher, isolation, groups)
                     limited = await self._try(place)
                 except SandboxError as error:
                     failures.append(f"{isolation} with {python}: {error}")
@@ -277,6 +284,14 @@ class LocalBackend:
             return (await sandbox.exec(one_more)).exit_code != 7
         finally:
             await sandbox.close()
+
+
+def agent_owner() -> int | None:
+    """`AGENT_ID` where we are root and may give files to it; None where commands run as our own user."""
+    if os.geteuid() != 0:
+        return None
+    ranges = [[int(word) for word in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    return AGENT_ID if any(first <= AGENT_ID < first + count for first, _, count in ranges) else None
 
 
 def describe(place: Place, process_limit: bool, failures: list[str]) -> Capabilities:
