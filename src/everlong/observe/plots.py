@@ -43,6 +43,7 @@ def plot_curves(jsonl: str | Path, out_png: str | Path, metrics: Sequence[str] |
     """One small plot per axis and metric. Raises ValueError where there is nothing to plot."""
     # Only here: importing pyplot takes longer than everything else in this room together.
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     curves = read_curves(jsonl, metrics)
     if not curves:
@@ -56,6 +57,7 @@ def plot_curves(jsonl: str | Path, out_png: str | Path, metrics: Sequence[str] |
         axes.plot(curve.steps, curve.values, linewidth=1.4, marker="o", markersize=2)
         axes.set_title(curve.name, fontsize=10)
         axes.set_xlabel(curve.axis, fontsize=8)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.3)
     figure.savefig(out_png, dpi=110, format="png")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 import obstore
@@ -16,10 +17,13 @@ from obstore.store import ObjectStore as ObstoreClient
 from everlong.contracts.errors import AlreadyExists, NotFound, StoreError
 from everlong.storage.keys import as_folder, check_key
 
+if TYPE_CHECKING:
+    from obstore.store import RetryConfig
+
 REMOTE_SCHEMES = ("s3", "gs", "az")
 
 # A remote store that does not answer for half a minute is reported, not waited for: callers above decide whether to go on.
-RETRIES = {"max_retries": 5, "retry_timeout": timedelta(seconds=30)}
+RETRIES: RetryConfig = {"max_retries": 5, "retry_timeout": timedelta(seconds=30)}
 
 
 class ObstoreStore:
@@ -94,6 +98,6 @@ def open_store(url: str) -> ObstoreStore:
     if scheme not in REMOTE_SCHEMES:
         raise ValueError(f"no store for {url!r}: give a folder, file://, memory://, s3://, gs:// or az://")
     try:
-        return ObstoreStore(from_url(url, retry_config=RETRIES), url)  # type: ignore[arg-type]
+        return ObstoreStore(from_url(url, retry_config=RETRIES), url)
     except (BaseError, ValueError) as error:
         raise StoreError(f"cannot open {url}: {str(error).strip().splitlines()[0]}") from error

@@ -27,8 +27,8 @@ HEADER = np.dtype([("changed", "<u8"), ("wide", "<u8"), ("far", "<u8")])
 
 def encode_full(new: RawTensor) -> bytes:
     """The whole tensor: byte planes (all lowest bytes first), then zstd."""
-    planes = new.flat().view(np.uint8).reshape(-1, new.bits.itemsize).T
-    return _compress(np.ascontiguousarray(planes).tobytes())
+    raw, width = new.flat().view(np.uint8), new.bits.itemsize
+    return _compress(b"".join(raw[byte::width].tobytes() for byte in range(width)))
 
 
 def decode_full(payload: bytes, like_dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -39,7 +39,10 @@ def decode_full(payload: bytes, like_dtype: str, shape: tuple[int, ...]) -> np.n
     if len(raw) != num_values * bits.itemsize:
         raise ValueError(f"{num_values} values of {like_dtype} need {num_values * bits.itemsize} bytes, got {len(raw)}")
     planes = np.frombuffer(raw, np.uint8).reshape(bits.itemsize, num_values)
-    return np.ascontiguousarray(planes.T).view(bits).reshape(shape)
+    joined = np.empty(len(raw), np.uint8)
+    for byte, plane in enumerate(planes):
+        joined[byte :: bits.itemsize] = plane
+    return joined.view(bits).reshape(shape)
 
 
 def count_changed(old: RawTensor, new: RawTensor) -> int:
@@ -104,10 +107,10 @@ def apply_delta(old: RawTensor, payload: bytes) -> RawTensor:
 
 
 def _ordered(bits: np.ndarray) -> np.ndarray:
-    """int64: neighbouring floats get neighbouring integers, -0.0 just below 0.0; one to one on all patterns, NaN included."""
+    """Signed: neighbouring floats get neighbouring integers, -0.0 just below 0.0; one to one on all patterns, NaN included."""
     sign = 1 << (8 * bits.itemsize - 1)
-    wide = bits.astype(np.int64)
-    return np.where(wide & sign, sign - 1 - (wide & (sign - 1)), wide + sign)
+    wide = bits.astype(np.int32 if bits.itemsize == 2 else np.int64)
+    return np.where(wide >= sign, 2 * sign - 1 - wide, wide + sign)
 
 
 def _unordered(places: np.ndarray, dtype: np.dtype) -> np.ndarray:
