@@ -11,11 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 BATCH, EVAL = "batch", "eval"
-EPISODES = "episodes/"
+REASONS = "reason/"
+"""Names of the counts of episodes by how they ended begin with this."""
 
 
 class ConsoleSink:
-    """Shows of the axis "batch": `reward`, `tokens_per_s` and `episodes/<state>`; of "eval": everything. Ignores other axes.
+    """Shows of the axis "batch": `reward`, `sampled_tokens` per second since the batch before, and `reason/<why>`, the
+    episodes by how they ended; of "eval": everything. Ignores other axes.
 
     `num_batches`: of the whole run, for the time left. A point is shown when it comes; nothing is kept.
     """
@@ -26,7 +28,7 @@ class ConsoleSink:
         self._num_batches, self._clock = num_batches, clock
         self._console = console or Console(stderr=True)
         self._first: tuple[int, float] | None = None
-        self._started_s = clock()
+        self._started_s = self._previous_s = clock()
         self._live: Live | None = None
 
     def log(self, axis: str, step: int, values: dict[str, float]) -> None:
@@ -47,9 +49,10 @@ class ConsoleSink:
         parts = [f"batch {step + 1}/{self._num_batches}"]
         if "reward" in values:
             parts.append(f"reward {values['reward']:.3f}")
-        if "tokens_per_s" in values:
-            parts.append(f"{values['tokens_per_s']:,.0f} tokens/s")
-        parts += [f"{name.removeprefix(EPISODES)} {n:.0f}" for name, n in values.items() if name.startswith(EPISODES)]
+        elapsed_s, self._previous_s = self._clock() - self._previous_s, self._clock()
+        if "sampled_tokens" in values and elapsed_s > 0:
+            parts.append(f"{values['sampled_tokens'] / elapsed_s:,.0f} tokens/s")
+        parts += [f"{name.removeprefix(REASONS)} {n:.0f}" for name, n in values.items() if name.startswith(REASONS)]
         left_s = self._left_s(step)
         if left_s is not None:
             parts.append(f"{format_duration(left_s)} left")

@@ -103,19 +103,20 @@ class Clock:
 def test_console_says_batch_reward_speed_episodes_and_time_left(terminal: bool) -> None:
     text, clock = io.StringIO(), Clock()
     sink = ConsoleSink(10, Console(file=text, width=50, force_terminal=terminal, color_system=None), clock)
-    values = {"reward": 0.5, "tokens_per_s": 1234.0, "episodes/trained": 60.0, "episodes/failed": 4.0, "loss": 1.0}
+    values = {"reward": 0.5, "sampled_tokens": 60_000.0, "reason/done": 60.0, "reason/stalled": 4.0, "loss": 1.0}
+    clock.now_s = 60.0
     sink.log("batch", 0, values)
-    clock.now_s = 600.0
+    clock.now_s = 660.0
     sink.log("policy_version", 3, {"samples": 1.0})
     sink.log("batch", 2, values)
     sink.log("eval", 1, {"accuracy": 0.625, "episodes": 40.0})
     sink.close()
     sink.close()
     shown = text.getvalue()
-    assert "batch 1/10  reward 0.500  1,234 tokens/s  trained 60  failed 4\n" in shown
-    assert "batch 3/10  reward 0.500  1,234 tokens/s  trained 60  failed 4  35 min 00 s left\n" in shown
+    assert "batch 1/10  reward 0.500  1,000 tokens/s  done 60  stalled 4\n" in shown
+    assert "batch 3/10  reward 0.500  100 tokens/s  done 60  stalled 4  35 min 00 s left\n" in shown
     assert "eval 1  accuracy 0.625  episodes 40\n" in shown
-    assert "samples" not in shown and ("30%  10 min 00 s gone" in shown) == terminal
+    assert "samples" not in shown and ("30%  11 min 00 s gone" in shown) == terminal
 
 
 @pytest.mark.parametrize(
