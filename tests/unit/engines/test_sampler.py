@@ -50,6 +50,11 @@ def test_top_p_renormalises_over_the_kept_set_and_records_it():
     assert drawn.kept.offsets.tolist() == [0, 3, 6, 9]
 
 
+def test_the_lowest_number_draws_the_first_id_that_is_kept():
+    drawn = draw(torch.tensor([[0.05, 0.5, 0.45]]).log(), draws([0.0], top_p=0.9), 3)
+    assert (drawn.ids_N.tolist(), drawn.kept.ids.tolist()) == ([1], [1, 2])
+
+
 def test_a_kept_set_of_one_has_logprob_exactly_zero():
     drawn = draw(torch.tensor([[6.0, 0.0, 0.0]]), draws([0.7], top_p=0.95), 3)
     assert (drawn.ids_N.tolist(), drawn.logprobs_N.tolist(), drawn.kept.ids.tolist()) == ([0], [0.0], [0])

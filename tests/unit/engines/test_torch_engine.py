@@ -9,6 +9,7 @@ import torch
 from everlong.contracts.errors import EngineError
 from everlong.contracts.records import FinishReason, GenerateRequest, SamplingKey, SamplingParams
 from everlong.engines.config import EmbeddedConfig
+from everlong.engines.randomness import stream_of, uniforms
 from everlong.engines.torch_engine.engine import TorchEngine
 from everlong.models.attention import TreeAttention
 from everlong.models.head import token_logprobs
@@ -159,6 +160,14 @@ async def test_every_request_of_a_batch_has_its_own_temperature(reader):
 async def test_padded_rows_of_the_vocabulary_are_never_sampled(reader):
     (columns,) = await answer(engine_of(reader), ask(max_tokens=200, temperature=100.0, top_p=1.0))
     assert columns.ids.max() < VOCAB
+
+
+async def test_a_token_is_drawn_by_the_number_of_its_run_episode_turn_and_position():
+    flat = {n: RawTensor("float32", raw.shape, raw.bits * 0) for n, raw in weight_set(0).tensors.items()}
+    request = ask(max_tokens=20, temperature=1.0, top_p=1.0)
+    (columns,) = await answer(engine_of(published(WeightSet(0, flat))), request)
+    numbers = uniforms(np.full(20, stream_of(request.key), np.uint64), np.arange(20))
+    assert columns.ids.tolist() == (numbers * VOCAB).astype(int).tolist()  # every token is equally likely
 
 
 async def test_a_version_change_in_the_middle_shows_per_token_and_keeps_what_was_sampled(reader):
