@@ -40,7 +40,14 @@ def _torch_cell(config: RunConfig, store: ObjectStore) -> Cell:
         torch.set_num_threads(config.threads)
     numerics, shape = Numerics(config.numerics), toy_config()
     if numerics is Numerics.ALIGNED:
-        self_test(shape.hidden_size, shape.intermediate_size, shape.padded_vocab_size, shape.head_dim)
+        self_test(
+            shape.hidden_size,
+            shape.intermediate_size,
+            shape.padded_vocab_size,
+            shape.head_dim,
+            shape.num_heads,
+            shape.num_kv_heads,
+        )
     dtype = getattr(torch, config.model.dtype)
     lease = asyncio.Lock()
     engine = TorchEngine(

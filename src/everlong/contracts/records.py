@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from everlong.contracts.errors import Reason
-from everlong.contracts.tokens import TokenColumns, decode_columns, encode_columns
+from everlong.contracts.tokens import TokenColumns
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -317,8 +317,6 @@ R = TypeVar("R")
 
 
 def _encode_foreign(value: object) -> object:
-    if isinstance(value, TokenColumns):
-        return encode_columns(value)
     if isinstance(value, np.ndarray):
         return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
     if isinstance(value, np.generic):
@@ -327,8 +325,6 @@ def _encode_foreign(value: object) -> object:
 
 
 def _decode_foreign(kind: type, value: object) -> object:
-    if kind is TokenColumns:
-        return decode_columns(value)  # type: ignore[arg-type]
     if kind is np.ndarray:
         dtype, shape, raw = value  # type: ignore[misc]
         return np.frombuffer(raw, np.dtype(dtype)).reshape(shape)

@@ -114,7 +114,8 @@ class TokenColumns:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenColumns):
             return NotImplemented
-        return encode_columns(self) == encode_columns(other)
+        mine, theirs = ([getattr(c, name) for name in STREAMS] + [c.kept.ids, c.kept.offsets] for c in (self, other))
+        return all(a.shape == b.shape and a.tobytes() == b.tobytes() for a, b in zip(mine, theirs, strict=True))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -226,19 +227,3 @@ class TokenColumns:
     @property
     def num_trainable(self) -> int:
         return int(self.trainable.sum())
-
-
-def encode_columns(columns: TokenColumns) -> list[bytes]:
-    """Raw little-endian bytes per stream, in the order of `STREAMS`, then kept ids and kept offsets."""
-    streams = [np.ascontiguousarray(getattr(columns, name), np.dtype(s.dtype)).tobytes() for name, s in STREAMS.items()]
-    kept = columns.kept
-    return [*streams, kept.ids.astype(np.int32).tobytes(), kept.offsets.astype(np.int64).tobytes()]
-
-
-def decode_columns(parts: Sequence[bytes]) -> TokenColumns:
-    *streams, kept_ids, kept_offsets = parts
-    if len(streams) != len(STREAMS):
-        raise ValueError(f"expected {len(STREAMS)} token streams, got {len(streams)}: written by another version")
-    columns = {name: np.frombuffer(raw, s.dtype) for (name, s), raw in zip(STREAMS.items(), streams, strict=True)}
-    kept = KeptSets(ids=np.frombuffer(kept_ids, np.int32), offsets=np.frombuffer(kept_offsets, np.int64))
-    return TokenColumns(kept=kept, **columns)

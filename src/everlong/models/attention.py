@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from everlong.models.numerics import Numerics, attention
@@ -28,11 +29,15 @@ class TreeAttention:
     def __call__(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
         out = torch.zeros_like(q_THD)
         for queries_BQ, keys_BS, positions_BQ, real_BQ in self._buckets:
-            mixed = attention(
-                q_THD[queries_BQ], k_TGD[keys_BS], v_TGD[keys_BS], positions_BQ, self._scale, self._numerics
-            )
+            q, k, v = _take(q_THD, queries_BQ), _take(k_TGD, keys_BS), _take(v_TGD, keys_BS)
+            mixed = attention(q, k, v, positions_BQ, self._scale, self._numerics)
             out = out.index_put((queries_BQ[real_BQ],), mixed[real_BQ].to(out.dtype))
         return out
+
+
+def _take(x: Tensor, places: Tensor) -> Tensor:
+    """x[places] whose gradient is summed in one order: that of an index adds atomically once threads share the work."""
+    return F.embedding(places, x.flatten(1)).unflatten(-1, x.shape[1:])
 
 
 def _by_length(segments: Sequence[tuple[int, int, int]]) -> list[list[int]]:

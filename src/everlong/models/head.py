@@ -29,15 +29,17 @@ def truncate(logits_TV: Tensor, temperature_T: Tensor, top_k_T: Tensor, top_p_T:
     """bool [T, V]: the top k, and of these the smallest set whose mass reaches top_p (Holtzman et al. 2019, arXiv:1904.09751).
 
     A token is kept while the mass before it is below top_p, so at least one is; of equal probabilities the lower id
-    comes first. top_k 0 keeps all.
+    comes first. top_k 0 keeps all, and so does top_p 1.
     """
     tempered = logits_TV / temperature_T[:, None]
-    ranked, order = tempered.sort(-1, descending=True, stable=True)
+    ranked, order = tempered.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(ranked.shape[-1], device=ranked.device)
     top_k = torch.where(top_k_T > 0, top_k_T, ranked.shape[-1])[:, None]
     ranked = ranked.masked_fill(rank >= top_k, -torch.inf)
     mass = ranked.softmax(-1)
-    kept = (mass.cumsum(-1) - mass < top_p_T[:, None]) & (rank < top_k) & (ranked > -torch.inf)
+    # the first mass may round to 1, and top_p 1 removes nothing
+    before = torch.where(top_p_T[:, None] < 1, mass.cumsum(-1) - mass, 0.0)
+    kept = (before < top_p_T[:, None]) & (ranked > -torch.inf)
     return torch.zeros_like(kept).scatter(-1, order, kept)
 
 
@@ -84,8 +86,8 @@ def token_logprobs(
             ids, offsets = kept
             rows = ids[offsets[start] : offsets[stop]], offsets[start : stop + 1] - offsets[start]
         part = checkpoint(
-            _chunk, hidden_TM[start:stop], head_weight_VM, labels_T[start:stop], temperature_T[start:stop], rows, config,
-            numerics, use_reentrant=False, preserve_rng_state=False,
+            _chunk, hidden_TM[start:stop], head_weight_VM, labels_T[start:stop], temperature_T[start:stop], rows, start,
+            config, numerics, use_reentrant=False, preserve_rng_state=False,
         )  # fmt: skip
         logprobs.append(part[0])
         entropies.append(part[1])
@@ -101,6 +103,7 @@ def _chunk(
     labels: Tensor,
     temperature: Tensor,
     kept: tuple[Tensor, Tensor] | None,
+    first_token: int,
     config: LlamaConfig,
     numerics: Numerics,
 ) -> tuple[Tensor, Tensor]:
@@ -112,7 +115,7 @@ def _chunk(
         if outside.any():
             token = int(outside.nonzero()[0])
             raise ValueError(
-                f"kept set of token {token} of the chunk lacks its id {int(labels[token])}: refuse the record"
+                f"kept set of token {first_token + token} lacks its id {int(labels[token])}: refuse the record"
             )
     logprobs = processed_log_softmax(logits, temperature, keep).gather(-1, labels[:, None])[:, 0]
     with torch.no_grad():

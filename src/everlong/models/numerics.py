@@ -19,7 +19,7 @@ from torch import Tensor
 # T tokens, B sequences, Q queries per sequence, S keys, H query heads, G key-value heads, D head width, K inner width
 
 ROW_TILE = 16
-"""Rows of a product are padded to a multiple of this. Small shapes take other kernels (fewer than 8 rows do)."""
+"""Rows of a product are padded to a multiple of this. Few rows take other kernels (fewer than 12 have been seen to)."""
 QUERY_TILE = 16
 KEY_TILE = 64
 VECTOR = 64
@@ -115,28 +115,39 @@ def attention(
     return kernel(q_BQHD, k_BSGD, v_BSGD, q_positions_BQ, scale)
 
 
-def self_test(hidden_size: int = 128, intermediate_size: int = 344, vocab_size: int = 264, head_dim: int = 32) -> None:
+def self_test(
+    hidden_size: int = 128,
+    intermediate_size: int = 344,
+    vocab_size: int = 264,
+    head_dim: int = 32,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+) -> None:
     """Show on this machine that rows do not depend on their neighbours, for a model's own shapes.
 
-    Raises NumericsUnavailable with the operation that failed.
+    Holds for the number of threads it ran with. Raises NumericsUnavailable with the operation that failed.
     """
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(272, max(hidden_size, intermediate_size), generator=generator)
-    shapes = [(hidden_size, hidden_size), (hidden_size, intermediate_size), (intermediate_size, hidden_size)]
-    for inner, outer in [*shapes, (hidden_size, vocab_size)]:
+    rows = torch.randn(2064, max(hidden_size, intermediate_size, num_heads * head_dim), generator=generator)
+    q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
+    shapes = {
+        *((hidden_size, outer) for outer in (q_size, kv_size, intermediate_size, vocab_size)),
+        *((inner, hidden_size) for inner in (q_size, intermediate_size)),
+    }
+    for inner, outer in sorted(shapes):
         weight = torch.randn(outer, inner, generator=generator)
-        x = rows[:, :inner].contiguous()
+        x = rows[: 528 if outer == vocab_size else None, :inner].contiguous()
         whole = linear(x, weight, Numerics.ALIGNED)
         for first, count in ((0, 1), (5, 2), (3, 3), (1, 8), (0, 16), (7, 17), (2, 64), (11, 256)):
             part = linear(x[first : first + count], weight, Numerics.ALIGNED)
             _require(torch.equal(part, whole[first : first + count]), f"a {inner}x{outer} product of {count} rows")
-    _test_attention(head_dim, generator)
-    _test_rows(rows)
+    _test_attention(head_dim, num_heads, num_kv_heads, generator)
+    _test_rows(rows[:272])
 
 
-def _test_attention(head_dim: int, generator: torch.Generator) -> None:
-    q = torch.randn(1, 150, 4, head_dim, generator=generator)
-    k, v = torch.randn(2, 1, 150, 2, head_dim, generator=generator)
+def _test_attention(head_dim: int, num_heads: int, num_kv_heads: int, generator: torch.Generator) -> None:
+    q = torch.randn(1, 150, num_heads, head_dim, generator=generator)
+    k, v = torch.randn(2, 1, 150, num_kv_heads, head_dim, generator=generator)
     positions = torch.arange(150)[None]
     whole = tiled_attention(q, k, v, positions, 0.2)
     for first, count in ((0, 1), (149, 1), (60, 9), (0, 100), (64, 64)):
@@ -163,6 +174,6 @@ def _test_rows(rows: Tensor) -> None:
 def _require(equal: bool, what: str) -> None:
     if not equal:
         raise NumericsUnavailable(
-            f"numerics=aligned needs results that do not depend on the rest of the batch, and on this machine {what} "
-            "do(es): set numerics to fast, or on an Intel CPU start with MKL_CBWR=AVX512,STRICT"
+            f"numerics=aligned needs results that do not depend on the rest of the batch, and on this machine those of "
+            f"{what} do: set numerics to fast, or on an Intel CPU start with MKL_CBWR=AVX512,STRICT"
         )

@@ -6,6 +6,7 @@ and only those, end with the same bits.
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import numpy as np
@@ -55,10 +56,8 @@ class ScriptedTrainer:
 
     async def save(self) -> TrainerStatus:
         content = json.dumps([float(value) for value in self._values]).encode()
-        try:
+        with contextlib.suppress(AlreadyExists):  # checkpoints are never rewritten
             self._store.create(self._key(self._num_batches), content)
-        except AlreadyExists:
-            pass  # the same batch was saved before; checkpoints are never rewritten
         return self._status()
 
     async def restore(self, num_batches: int | None = None) -> TrainerStatus:

@@ -35,10 +35,13 @@ class LlamaConfig:
     def from_hf(cls, config: dict[str, Any], *, vocab_size: int | None = None) -> LlamaConfig:
         """From the content of config.json; `vocab_size` is the tokenizer's where the embedding is padded.
 
-        Raises ValueError for what this family does not honour: another architecture, biases, scaled rotary positions.
+        Our own checkpoints say it themselves (`unpadded_vocab_size`, a key that others ignore). Raises ValueError for
+        what this family does not honour: another architecture or activation, biases, scaled rotary positions.
         """
         if config.get("model_type") != "llama":
             raise ValueError(f"expected a llama checkpoint, config.json says model_type {config.get('model_type')!r}")
+        if config.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"config.json sets hidden_act={config['hidden_act']!r}, only 'silu' is supported")
         for key in ("attention_bias", "mlp_bias", "rope_scaling"):
             if config.get(key):
                 raise ValueError(f"config.json sets {key}={config[key]!r}, which is not supported")
@@ -47,7 +50,7 @@ class LlamaConfig:
             raise ValueError(f"rotary type {rope['rope_type']!r} is not supported, only 'default'")
         rows, heads = config["vocab_size"], config["num_attention_heads"]
         return cls(
-            vocab_size=vocab_size or rows,
+            vocab_size=vocab_size or config.get("unpadded_vocab_size", rows),
             padded_vocab_size=rows,
             hidden_size=config["hidden_size"],
             intermediate_size=config["intermediate_size"],
@@ -66,6 +69,7 @@ class LlamaConfig:
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "vocab_size": self.padded_vocab_size,
+            "unpadded_vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
             "num_hidden_layers": self.num_layers,
