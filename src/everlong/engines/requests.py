@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from everlong.contracts.errors import StaleWeights
 from everlong.contracts.records import GenerateRequest, SamplingParams
 from everlong.contracts.tokens import NO_VERSION
@@ -35,8 +37,10 @@ def check_version(request: GenerateRequest, held: int) -> None:
 
 
 def _check_params(params: SamplingParams, vocab_size: int) -> None:
-    if params.temperature <= 0:
-        raise ValueError(f"temperature must be above 0, got {params.temperature}: greedy decoding is top_k=1")
+    if not (params.temperature > 0 and math.isfinite(params.temperature)):
+        raise ValueError(
+            f"temperature must be finite and above 0, got {params.temperature}: greedy decoding is top_k=1"
+        )
     if not 0 < params.top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {params.top_p}")
     if params.top_k < 0:

@@ -179,6 +179,8 @@ async def test_the_next_turn_finds_the_whole_last_turn_in_the_cache(engine):
         pytest.param([-1, 1], {}, "id -1", id="negative id"),
         pytest.param([1] * CONTEXT, {}, "prompt of 48 tokens.*context of 48", id="no room to sample"),
         pytest.param([1], {"temperature": 0.0}, "top_k=1", id="temperature 0"),
+        pytest.param([1], {"temperature": float("nan")}, "temperature must be finite", id="temperature NaN"),
+        pytest.param([1], {"temperature": float("inf")}, "temperature must be finite", id="temperature infinite"),
         pytest.param([1], {"top_p": 0.0}, "top_p", id="top_p 0"),
         pytest.param([1], {"top_k": -1}, "top_k", id="negative top_k"),
         pytest.param([1], {"max_tokens": 0}, "max_tokens", id="no tokens wanted"),
