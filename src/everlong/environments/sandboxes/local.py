@@ -152,8 +152,10 @@ class LocalSandbox:
 
     async def _close(self) -> None:
         async with self._lock:
-            await asyncio.to_thread(self._remove)
-        self._backend.forget(self)
+            try:
+                await asyncio.to_thread(self._remove)
+            finally:
+                self._backend.forget(self)
 
     def _remove(self) -> None:
         if not self._caged:

@@ -41,8 +41,11 @@ class Claim:
         make_group(group, limit_bytes)
 
     def release(self) -> None:
-        _clear(self.folder)
-        os.close(self._lock)
+        """Idempotent."""
+        if self._lock >= 0:
+            _clear(self.folder)
+            os.close(self._lock)
+            self._lock = -1
 
 
 def sweep(root: Path) -> list[Path]:

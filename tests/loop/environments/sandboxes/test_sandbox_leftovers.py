@@ -1,0 +1,240 @@
+"""A manager that is killed leaves nothing behind; an ordinary user gets the same sandboxes; a machine that refuses says so."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from everlong.contracts.errors import SandboxError
+from everlong.contracts.ports import Command, SandboxSpec
+from everlong.environments.sandboxes.local import LocalBackend
+from everlong.environments.sandboxes.registry import MARKER, Claim, kill_marked, sweep
+
+SOURCE = Path(__file__).parents[4] / "src"
+
+MANAGER = """
+import asyncio, sys
+from pathlib import Path
+from everlong.contracts.ports import Command, SandboxSpec
+from everlong.environments.sandboxes.local import LocalBackend
+
+async def main():
+    backend = LocalBackend(Path(sys.argv[1]), isolation=sys.argv[2], warn=print)
+    sandbox = await backend.create(SandboxSpec(name="victim"))
+    idle = await backend.create(SandboxSpec(name="idle"))
+    script = "echo > started; setsid sleep 9753.25 & sleep 9753.25"
+    running = asyncio.create_task(sandbox.exec(Command(argv=("bash", "-c", script), timeout_s=300)))
+    while not running.done():
+        try:
+            await sandbox.read("started")
+            break
+        except FileNotFoundError:
+            await asyncio.sleep(0.01)
+    print("started", flush=True)
+    await running
+
+asyncio.run(main())
+"""
+
+# Everything is imported before the user changes: an ordinary user may not be able to read where our modules lie.
+ORDINARY = """
+import asyncio, concurrent.futures.thread, os, sys
+from pathlib import Path
+from everlong.contracts.ports import Command, SandboxSpec
+from everlong.environments.sandboxes.local import LocalBackend
+
+async def main():
+    said = []
+    backend = LocalBackend(Path(sys.argv[1]), isolation=sys.argv[2], warn=said.append)
+    capabilities = await backend.probe()
+    sandbox = await backend.create(SandboxSpec(name="a"))
+    run = lambda script: sandbox.exec(Command(argv=("bash", "-c", script), timeout_s=20))
+    first = await run("echo hi > f; id -u; sleep 300 & echo done")
+    copy = await sandbox.fork(SandboxSpec(name="b"))
+    print(capabilities.isolation, len(said), first.exit_code, first.output, await copy.read("f"))
+    if capabilities.isolation == "namespaces":
+        hog = await run("for i in $(seq 400); do sleep 1 & done 2>&1 | head -1; true")
+        print(b"fork: " in hog.output)
+    await run("mkdir locked; echo > locked/f; chmod 0 locked")
+    await backend.close()
+    print(sum(1 for _ in Path(sys.argv[1]).iterdir()), "left")
+
+BEFORE
+asyncio.run(main())
+"""
+BECOME_NOBODY = "os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)"
+
+
+def python(script, *arguments, **keywords):
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        **keywords,
+    )
+
+
+def running(word):
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if word.encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+async def appears(word):
+    for _ in range(1000):
+        if running(word):
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+async def gone(word):
+    for _ in range(1000):
+        if not running(word):
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+def needs_namespaces(tmp_path, isolation):
+    if isolation != "namespaces":
+        return
+
+    async def probe():
+        backend = LocalBackend(tmp_path / "probe", isolation=isolation)
+        try:
+            await backend.probe()
+        finally:
+            await backend.close()
+
+    try:
+        asyncio.run(probe())
+    except SandboxError as error:
+        pytest.skip(f"this machine refuses namespaces: {error}")
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "none"])
+def test_a_killed_manager_leaves_no_process_and_the_next_one_removes_its_files(tmp_path, isolation):
+    needs_namespaces(tmp_path, isolation)
+    root = tmp_path / "sandboxes"
+    bystander = Claim(root)
+    (bystander.folder / "kept").write_text("x")
+    with python(MANAGER, root, isolation) as manager:
+        assert manager.stdout.readline() == "started\n"
+        assert len(running("9753.25")) >= 2
+        manager.send_signal(signal.SIGKILL)
+    assert asyncio.run(gone("9753.25")), "its commands die with it"
+    [dead] = [folder for folder in root.iterdir() if folder != bystander.folder]
+    groups = (dead / "memory_groups").read_text().split() if (dead / "memory_groups").exists() else []
+    assert (dead / "s-victim").is_dir() and (dead / "s-idle").is_dir()
+
+    successor = LocalBackend(root, isolation=isolation)
+    assert successor.swept == [dead]
+    assert sorted(root.iterdir()) == sorted([bystander.folder, successor.claim.folder])
+    assert (bystander.folder / "kept").exists(), "its owner lives"
+    assert not any(Path(group).exists() for group in groups)
+    asyncio.run(successor.close())
+    bystander.release()
+    assert list(root.iterdir()) == []
+
+
+def test_a_killed_launcher_is_a_sandbox_error_and_nothing_is_left(tmp_path):
+    async def main(isolation):
+        backend = LocalBackend(tmp_path / isolation, isolation=isolation)
+        sandbox = await backend.create(SandboxSpec(name="a"))
+        script = "echo > started; sleep 9753.5"
+        task = asyncio.create_task(sandbox.exec(Command(argv=("bash", "-c", script), timeout_s=300)))
+        assert await appears("9753.5")
+        os.kill(sandbox._launch._process.pid, signal.SIGKILL)
+        if isolation == "none":
+            # Without namespaces nothing holds the orphans but their mark, which closing looks for.
+            kill_marked(f"{sandbox._home}/")
+        with pytest.raises(SandboxError, match="ended without an answer"):
+            await task
+        assert await gone("9753.5")
+        await backend.close()
+
+    needs_namespaces(tmp_path, "namespaces")
+    asyncio.run(main("namespaces"))
+    asyncio.run(main("none"))
+
+
+def test_marked_processes_of_a_dead_manager_are_killed_and_others_are_not(tmp_path):
+    claim = Claim(tmp_path)
+    dead = tmp_path / "run-dead"
+    dead.mkdir()
+    (dead / "lock").touch()
+    marks = {"dead": f"{dead}/s-a/", "living": f"{claim.folder}/s-a/", "longer": f"{dead}er/s-a/"}
+    sleepers = {
+        name: subprocess.Popen(["sleep", "300"], env={MARKER: mark, "PATH": os.environ["PATH"]})
+        for name, mark in marks.items()
+    }
+    try:
+        assert sweep(tmp_path) == [dead]
+        assert sleepers["dead"].wait(10) == -signal.SIGKILL
+        assert sleepers["living"].poll() is None and sleepers["longer"].poll() is None
+    finally:
+        for sleeper in sleepers.values():
+            sleeper.kill()
+            sleeper.wait()
+        claim.release()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("isolation", ["namespaces", "none"])
+def test_an_ordinary_user_gets_the_same(tmp_path, isolation):
+    needs_namespaces(tmp_path, isolation)
+    # Not below the test's own folder, which other users may not enter.
+    root = Path(f"/var/tmp/everlong-test-{os.getpid()}-{isolation}")
+    root.mkdir(mode=0o777)
+    os.chown(root, 65534, 65534)
+    try:
+        with python(ORDINARY.replace("BEFORE", BECOME_NOBODY), root, isolation) as user:
+            lines = user.stdout.read().splitlines()
+        inner = "1000" if isolation == "namespaces" else "65534"
+        assert lines[0].startswith(isolation)
+        assert lines[0].endswith(rf"0 0 b'{inner}\ndone\n' b'hi\n'")
+        assert lines[1:] == (["True"] if isolation == "namespaces" else []) + ["0 left"]
+    finally:
+        subprocess.run(["rm", "-rf", str(root)], check=True)
+
+
+REFUSE = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+uid, gid = os.getuid(), os.getgid()
+assert libc.unshare(0x10000000) == 0, os.strerror(ctypes.get_errno())
+open("/proc/self/setgroups", "w").write("deny")
+open("/proc/self/uid_map", "w").write(f"0 {uid} 1")
+open("/proc/self/gid_map", "w").write(f"0 {gid} 1")
+open("/proc/sys/user/max_user_namespaces", "w").write("0")
+"""
+
+
+def test_a_machine_that_refuses_namespaces_is_used_without_and_says_so_once(tmp_path):
+    needs_namespaces(tmp_path, "namespaces")
+    with python(ORDINARY.replace("BEFORE", REFUSE), tmp_path / "s", "auto") as user:
+        lines = user.stdout.read().splitlines()
+    assert lines[0].startswith("none 1 0 ")
+    assert lines[-1] == "0 left"
+
+
+def test_namespaces_that_were_insisted_on_are_not_replaced_by_less(tmp_path):
+    needs_namespaces(tmp_path, "namespaces")
+    with python(ORDINARY.replace("BEFORE", REFUSE), tmp_path / "s", "namespaces", stderr=subprocess.PIPE) as user:
+        _, trouble = user.communicate()
+    assert user.returncode == 1
+    assert "no sandbox can run here with isolation 'namespaces'" in trouble
+    assert "inner user namespace: No space left on device" in trouble
