@@ -173,13 +173,14 @@ class RoundScheduler:
         return self._fill() or self._close_if_complete()
 
     def _open_round(self, now_s: float) -> list[Action]:
+        closed = self._progress.closed_groups if self._batch == self._progress.num_batches else None
+        if closed is not None:  # whoever is missing was masked when it closed
+            self._taken.update(closed)
+            return [TrainGroups(self._batch, closed, save=self._saves(self._batch))]
         if self._schedule.batch_deadline_s is not None:
             self._deadline_s = now_s + self._schedule.batch_deadline_s
-        closed = self._progress.closed_groups if self._batch == self._progress.num_batches else None
-        groups = list(closed) if closed is not None else self._take_groups(self._schedule.groups_per_batch)
-        self._taken.update(groups)
-        self._round = groups
-        for group in groups:
+        self._round = self._take_groups(self._schedule.groups_per_batch)
+        for group in self._round:
             self._open_train_group(group)
         return self._fill() or self._close_if_complete()
 

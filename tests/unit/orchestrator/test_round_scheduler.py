@@ -200,6 +200,13 @@ def test_a_batch_that_was_closed_before_the_crash_closes_over_the_same_groups():
     assert [a.groups for a in world.log if isinstance(a, TrainGroups)][1] == (2, 3, 4, 6)
 
 
+def test_a_closed_batch_starts_no_member_that_was_masked_when_it_closed():
+    progress = Progress(closed_groups=(0, 1, 2, 3), ended=frozenset({"train-000000-000"}))
+    world = World(make(progress, num_batches=1, group_size=2))
+    assert not [a for a in world.log if isinstance(a, RunEpisode)]
+    assert world.scheduler.finished
+
+
 def test_at_the_deadline_the_missing_member_is_masked_and_the_step_closes():
     world = World(make(num_batches=1, group_size=4, batch_deadline_s=10.0))
     stuck = world.orders[5]
