@@ -13,29 +13,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from everlong.cli.beside import NoAccount, beside_run, newest_version
 from everlong.cli.compose import make_sampling, open_cell
 from everlong.cli.config import RunConfig
 from everlong.cli.run_folder import RunFolder
-from everlong.contracts.errors import NotFound
 from everlong.contracts.records import Episode, EpisodeOrder, Purpose
 from everlong.environments.sandboxes.opening import open_backend
 from everlong.environments.tasks.sources import TaskSet, read_tasks
 from everlong.rollouts.harnesses.bash import BashHarness
 from everlong.rollouts.runner import EpisodeRunner
-from everlong.storage import open_store
-from everlong.weights import WeightReader
 
 console = Console(highlight=False)
-
-
-class NoAccount:
-    """An evaluation beside a run samples for nobody's ledger; its figures are printed, its tokens teach nobody."""
-
-    async def turn_sampled(self, order: EpisodeOrder, turn: int, num_tokens: int) -> None:
-        """The run's ledger is not touched."""
-
-    async def tokens_discarded(self, order: EpisodeOrder, num_tokens: int, reason: str) -> None:
-        """The run's ledger is not touched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +68,12 @@ async def evaluate(
     config: RunConfig, folder: RunFolder, tasks: TaskSet, attempts: int, version: int | None
 ) -> EvalResult:
     """Raises NotFound where the run has not published that version, or none at all."""
-    newest = WeightReader(open_store(folder.store_url(config))).latest()
-    if newest is None:
-        raise NotFound(f"{folder.path} has published no policy version yet")
+    wanted = newest_version(config, folder) if version is None else version
     with tempfile.TemporaryDirectory(prefix="everlong-eval-") as scratch:
         backend = open_backend(config.sandbox, Path(scratch))
-        # a cell of its own with its own lock, beside a run that may still train
-        aside = RunFolder(Path(scratch))
-        aside.create(config.model_copy(update={"weights": _absolute_store(config, folder)}))
-        async with open_cell(config, aside) as cell:
-            status = await cell.engine.update(newest if version is None else version)
+        aside, settings = beside_run(config, folder, Path(scratch))
+        async with open_cell(settings, aside) as cell:
+            status = await cell.engine.update(wanted)
             runner = EpisodeRunner(
                 tasks=tasks.by_id(),
                 backend=backend,
@@ -102,11 +86,6 @@ async def evaluate(
             finally:
                 await backend.close()
     return EvalResult(status.policy_version, episodes)
-
-
-def _absolute_store(config: RunConfig, folder: RunFolder):
-    url = folder.store_url(config)
-    return config.weights.model_copy(update={"store": url if "://" in url else str(Path(url).resolve())})
 
 
 async def _run_all(runner: EpisodeRunner, tasks: TaskSet, attempts: int, limit: int, version: int) -> list[Episode]:

@@ -79,7 +79,15 @@ def evaluate(
 
 
 @app.command
-def serve(run: Path, *, host: str = "127.0.0.1", port: int = 8000, version: int | None = None, key: str = "") -> None:
+def serve(
+    run: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    version: int | None = None,
+    key: str = "",
+    allow_remote: bool = False,
+) -> None:
     """Serve a run's policy over HTTP in the OpenAI chat-completions dialect.
 
     Parameters
@@ -87,17 +95,19 @@ def serve(run: Path, *, host: str = "127.0.0.1", port: int = 8000, version: int 
     run
         Folder of the run whose weights are served.
     host
-        Address to listen on; anything but loopback is open to others.
+        Address to listen on; anything but loopback needs --allow-remote.
     port
         Port to listen on; 0 takes a free one and prints it.
     version
         Policy version; none takes the newest published one.
     key
         API key that clients must send; none makes one and prints it.
+    allow_remote
+        Listen on an address that others can reach.
     """
     from everlong.cli.serve import serve_command
 
-    serve_command(run, host, port, version, key)
+    serve_command(run, host, port, version, key, allow_remote)
 
 
 @app.command

@@ -1,0 +1,40 @@
+"""What works beside a run without touching it: a cell of its own, and sampled tokens that no ledger accounts for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from everlong.cli.config import RunConfig
+from everlong.cli.run_folder import RunFolder
+from everlong.contracts.errors import NotFound
+from everlong.contracts.records import EpisodeOrder
+from everlong.storage import open_store
+from everlong.weights import WeightReader
+
+
+class NoAccount:
+    """What is sampled beside a run teaches nobody; the run's ledger is not touched."""
+
+    async def turn_sampled(self, order: EpisodeOrder, turn: int, num_tokens: int) -> None:
+        """Nothing to write."""
+
+    async def tokens_discarded(self, order: EpisodeOrder, num_tokens: int, reason: str) -> None:
+        """Nothing to write."""
+
+
+def newest_version(config: RunConfig, folder: RunFolder) -> int:
+    """Raises NotFound where the run has published none."""
+    newest = WeightReader(open_store(folder.store_url(config))).latest()
+    if newest is None:
+        raise NotFound(f"{folder.path} has published no policy version yet")
+    return newest
+
+
+def beside_run(config: RunConfig, folder: RunFolder, scratch: Path) -> tuple[RunFolder, RunConfig]:
+    """A folder with a lock of its own, whose cell reads the run's store."""
+    url = folder.store_url(config)
+    store = url if "://" in url else str(Path(url).resolve())
+    settings = config.model_copy(update={"weights": config.weights.model_copy(update={"store": store})})
+    aside = RunFolder(scratch)
+    aside.create(settings)
+    return aside, settings
