@@ -1,7 +1,7 @@
 """From an order to an episode: sandbox, session, harness, grading; every failure attributed to the one who caused it.
 
 A failed episode is data and is returned, with its reason. Only what breaks the run itself goes on outwards: a worker
-that died, and a cancellation.
+that died, a ledger that contradicts, and a cancellation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from everlong.contracts.errors import EngineError, Reason, SandboxError, WorkerDied, WorkerError
+from everlong.contracts.errors import EngineError, LedgerError, Reason, SandboxError, WorkerDied, WorkerError
 from everlong.contracts.ports import Engine, Sandbox, SandboxBackend
 from everlong.contracts.records import Episode, EpisodeOrder, SamplingParams, Task, Verdict
 from everlong.environments.grading.verifier import grade
@@ -76,8 +76,15 @@ class EpisodeRunner:
                 await self._act(order, attempt, sandbox)
                 await self._grade(order, attempt, sandbox)
             finally:
-                await asyncio.shield(sandbox.close())
+                await self._close(attempt, sandbox)
         return self._episode(order, attempt, time.monotonic() - started)
+
+    async def _close(self, attempt: _Attempt, sandbox: Sandbox) -> None:
+        """What is left of a sandbox that does not close is swept with its backend: the verdict stands."""
+        try:
+            await asyncio.shield(sandbox.close())
+        except SandboxError:
+            attempt.error += traceback.format_exc()
 
     async def _act(self, order: EpisodeOrder, attempt: _Attempt, sandbox: Sandbox) -> None:
         task = self._tasks[order.task].task
@@ -94,13 +101,15 @@ class EpisodeRunner:
         try:
             async with asyncio.timeout(task.agent_timeout_s) as limit:
                 attempt.reason = await self._harness.run(task, session, sandbox)
+            if session.refusal is not None:  # the agent met it and went its way: it still is why the episode ended
+                raise session.refusal
         except TimeoutError:
             attempt.fail(Reason.AGENT_TIMEOUT if limit.expired() else Reason.HARNESS_CRASH)
         except ContextFull:
             attempt.reason = Reason.CONTEXT_FULL
         except TurnLimit:
             attempt.reason = Reason.TURN_LIMIT
-        except (WorkerDied, WorkerError):
+        except (WorkerDied, WorkerError, LedgerError):
             raise
         except SandboxError:
             attempt.fail(Reason.SANDBOX_CRASH)
@@ -109,7 +118,7 @@ class EpisodeRunner:
         except Exception:
             attempt.fail(Reason.HARNESS_CRASH)
         finally:
-            session.close()
+            await session.close()
         if attempt.reason.trustworthy and not session.turns:
             attempt.reason = Reason.NOTHING_SAMPLED
 

@@ -1,17 +1,20 @@
 """One episode's conversation: messages in, messages out, and below them token ids that are never encoded twice.
 
 A prompt is the stored ids of the turn that the messages continue, plus a bridge for what is new. Messages that continue
-no stored turn are rendered whole; then the tree decides by token ids whether that is a fork. Every sampled token is
-told to the journal before the agent sees it: as a turn, or as discarded.
+no stored turn are rendered whole; then the tree decides by token ids whether that is a fork.
+
+Every sampled token is told to the journal, as a turn or as discarded, also when the caller is cancelled half-way. An
+agent in this process sees an answer after that; over HTTP the answer is delivered first, and the next call waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 
 from everlong.contracts.errors import EngineError, EverlongError, RequestAborted
@@ -29,6 +32,11 @@ from everlong.contracts.records import (
 from everlong.rollouts.messages import Message
 from everlong.rollouts.renderers.chatml import Renderer
 from everlong.trajectories.tree import EpisodeTree
+
+T = TypeVar("T")
+
+ABORT_GRACE_S = 5.0
+"""How long a cancelled call waits for what the engine had sampled until then; an engine answers within one step."""
 
 
 class ContextFull(EverlongError):
@@ -68,10 +76,26 @@ class ChatReply(Record, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
+class _Spoken:
+    """What has been said up to and with a turn's answer, and the tools that were offered."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...]
+
+    def opens(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> bool:
+        """Whether the messages repeat this and go beyond."""
+        return (
+            len(self.messages) < len(messages)
+            and self.tools == tuple(tools)
+            and all(mine.same_as(theirs) for mine, theirs in zip(self.messages, messages, strict=False))
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Pending:
     """A turn that was sampled and is not yet recorded: nobody has read it."""
 
-    messages: tuple[Message, ...]
+    spoken: _Spoken
     prompt_ids: np.ndarray
     reply: GenerateReply
     chat: ChatReply
@@ -93,11 +117,13 @@ class Session:
         self._engine, self._renderer, self._params = engine, renderer, params
         self._run_seed, self._limits, self._journal = run_seed, limits, journal
         self._tree = EpisodeTree()
-        self._spoken: list[tuple[Message, ...]] = []
-        """Per turn, every message up to and with its answer."""
+        self._spoken: list[_Spoken] = []
+        """One per turn."""
         self._num_calls = 0
-        self._closed = False
         self.num_discarded = 0
+        self.refusal: Exception | None = None
+        """Why the last call gave no answer; None after one that did. An agent may keep it to itself, the runner asks."""
+        self.closed = asyncio.Event()
         self.lock = asyncio.Lock()
         """Held from a request to its record: turns of one session never overlap."""
 
@@ -109,8 +135,11 @@ class Session:
     def num_forks(self) -> int:
         return self._tree.num_forks
 
-    def close(self) -> None:
-        self._closed = True
+    async def close(self) -> None:
+        """No further model calls. One in flight is aborted; when this returns its tokens are accounted for."""
+        self.closed.set()
+        async with self.lock:
+            """Whoever held it has recorded or discarded."""
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> ChatReply:
         """Sample the next turn and record it. Raises ContextFull, TurnLimit, SessionClosed, EngineError."""
@@ -119,19 +148,38 @@ class Session:
 
     async def sample(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Pending:
         """Sample the next turn without recording it; follow with `record` or `discard`."""
-        if self._closed:
+        if not messages:
+            raise ValueError("a chat needs at least one message")
+        try:
+            pending = await self._sample(messages, tools)
+        except Exception as error:
+            self.refusal = error
+            raise
+        self.refusal = None
+        return pending
+
+    async def record(self, pending: Pending) -> ChatReply:
+        """Put a sampled turn into the tree, once the journal holds it. A cancellation waits for the end."""
+        return await _to_the_end(self._record(pending))
+
+    async def discard(self, pending: Pending, reason: str) -> None:
+        """Keep a sampled turn out of the tree: the client was gone before it read it."""
+        await _to_the_end(self._discard(len(pending.reply.columns), reason))
+
+    async def _sample(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Pending:
+        if self.closed.is_set():
             raise SessionClosed(f"episode {self.order.episode} has ended: no further model calls")
         if self._num_calls >= self._limits.max_turns:
             raise TurnLimit(f"episode {self.order.episode} has made its {self._limits.max_turns} model calls")
-        if not messages:
-            raise ValueError("a chat needs at least one message")
         prompt_ids = self._prompt(messages, tools)
         request = self._request(prompt_ids)
         self._num_calls += 1
-        reply = await self._engine.generate(request)
+        reply = await self._generate(request)
         await self._check(request, reply)
         parsed = self._renderer.parse(reply.columns.ids.tolist(), self._num_calls - 1)
-        answer = Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls)
+        answer = Message(
+            role="assistant", content=parsed.content, reasoning=parsed.reasoning, tool_calls=parsed.tool_calls
+        )
         chat = ChatReply(
             message=answer,
             finish_reason=reply.finish_reason,
@@ -140,20 +188,43 @@ class Session:
             num_cached_tokens=reply.num_cached_tokens,
             malformed=parsed.malformed,
         )
-        return Pending(tuple(messages), prompt_ids, reply, chat)
+        return Pending(_Spoken((*messages, answer), tuple(tools)), prompt_ids, reply, chat)
 
-    async def record(self, pending: Pending) -> ChatReply:
-        """Put a sampled turn into the tree, once the journal holds it."""
+    async def _generate(self, request: GenerateRequest) -> GenerateReply:
+        generation = asyncio.ensure_future(self._engine.generate(request))
+        closing = asyncio.ensure_future(self.closed.wait())
+        try:
+            await asyncio.wait({generation, closing}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await _to_the_end(self._abandon(request, generation))
+            raise
+        finally:
+            closing.cancel()
+        if not generation.done():
+            await _to_the_end(self._abandon(request, generation))
+            raise SessionClosed(f"episode {self.order.episode} ended while {request.request_id} was sampled")
+        try:
+            return generation.result()
+        except ValueError as error:
+            raise EngineError(f"the engine refused {request.request_id}: {error}") from error
+
+    async def _abandon(self, request: GenerateRequest, generation: asyncio.Future[GenerateReply]) -> None:
+        """Nobody waits for the answer any more: make the engine stop, and account for what it had sampled."""
+        aborting = asyncio.ensure_future(self._engine.abort((request.request_id,)))
+        await asyncio.wait({aborting, generation}, timeout=ABORT_GRACE_S)
+        aborting.cancel()
+        generation.cancel()
+        ended, _ = await asyncio.gather(generation, aborting, return_exceptions=True)
+        if isinstance(ended, GenerateReply):
+            await self._discard(len(ended.columns), "aborted")
+
+    async def _record(self, pending: Pending) -> ChatReply:
         turn = len(self._tree.turns)
         await self._journal.turn_sampled(self.order, turn, len(pending.reply.columns))
         reply = pending.reply
         self._tree.add(pending.prompt_ids, reply.columns, reply.finish_reason, reply.request_id)
-        self._spoken.append((*pending.messages, pending.chat.message))
-        return ChatReply(**{f: getattr(pending.chat, f) for f in ChatReply.__struct_fields__ if f != "turn"}, turn=turn)
-
-    async def discard(self, pending: Pending, reason: str) -> None:
-        """Keep a sampled turn out of the tree: the client was gone before it read it."""
-        await self._discard(len(pending.reply.columns), reason)
+        self._spoken.append(pending.spoken)
+        return msgspec.structs.replace(pending.chat, turn=turn)
 
     async def _discard(self, num_tokens: int, reason: str) -> None:
         if num_tokens:
@@ -161,24 +232,18 @@ class Session:
             self.num_discarded += num_tokens
 
     def _prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> np.ndarray:
-        turn = self._continued(messages)
+        turn = self._continued(messages, tools)
         if turn is None:
             return np.asarray(self._renderer.render(messages, tools), np.int32)
         stored = self._tree.columns(self._tree.turns[turn])
-        sampled = self._tree.turns[turn].sampled.ids
-        last = int(sampled[-1]) if len(sampled) else None
-        bridge = self._renderer.bridge(last, messages[len(self._spoken[turn]) :])
+        last = int(stored.ids[-1])
+        bridge = self._renderer.bridge(last, messages[len(self._spoken[turn].messages) :])
         return np.concatenate([stored.ids, np.asarray(bridge, np.int32)])
 
-    def _continued(self, messages: Sequence[Message]) -> int | None:
-        """The turn with the longest history that the messages repeat and go beyond."""
-        best = None
-        for turn, spoken in enumerate(self._spoken):
-            goes_on = len(spoken) < len(messages)
-            longest = best is None or len(spoken) >= len(self._spoken[best])
-            if goes_on and longest and all(a.same_as(b) for a, b in zip(spoken, messages, strict=False)):
-                best = turn
-        return best
+    def _continued(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> int | None:
+        """The turn with the longest history that the messages repeat and go beyond; of equal ones the latest."""
+        turns = [turn for turn, spoken in enumerate(self._spoken) if spoken.opens(messages, tools)]
+        return max(turns, key=lambda turn: (len(self._spoken[turn].messages), turn), default=None)
 
     def _request(self, prompt_ids: np.ndarray) -> GenerateRequest:
         room = self._limits.max_context - len(prompt_ids)
@@ -186,8 +251,7 @@ class Session:
             raise ContextFull(
                 f"the prompt has {len(prompt_ids)} tokens and the context {self._limits.max_context}: no room for an answer"
             )
-        fields = {f: getattr(self._params, f) for f in SamplingParams.__struct_fields__}
-        params = SamplingParams(**{**fields, "max_tokens": min(self._params.max_tokens, room)})
+        params = msgspec.structs.replace(self._params, max_tokens=min(self._params.max_tokens, room))
         order = self.order
         return GenerateRequest(
             request_id=f"{order.episode}.{order.incarnation}.{self._num_calls}",
@@ -198,20 +262,48 @@ class Session:
         )
 
     async def _check(self, request: GenerateRequest, reply: GenerateReply) -> None:
-        """Refuse a reply whose streams are not one sampled token per id; what it sampled is discarded, not lost."""
-        columns = reply.columns
-        problem = None
-        if reply.request_id != request.request_id:
-            problem = f"the engine answered {reply.request_id!r} to {request.request_id!r}"
-        elif not columns.sampled.all() or not np.isfinite(columns.logprobs).all():
-            problem = "a token of the answer has no logprob"
-        elif len(columns) and (columns.ids.min() < 0 or columns.ids.max() >= self._renderer.tokenizer.vocab_size):
-            problem = f"the answer holds id {columns.ids.max()} beyond the vocabulary of {self._renderer.tokenizer.vocab_size}"
-        elif not len(columns) and reply.finish_reason is not FinishReason.ABORT:
-            problem = "the engine sampled nothing"
+        """Refuse a reply that cannot be what was sampled for the request; its tokens are discarded, not lost."""
+        problem = _problem(request, reply, self._renderer.tokenizer.vocab_size)
         if problem is not None:
-            await self._discard(len(columns), "refused")
-            raise EngineError(f"episode {self.order.episode}, call {self._num_calls - 1}: {problem}")
+            await _to_the_end(self._discard(len(reply.columns), "refused"))
+            raise EngineError(f"episode {self.order.episode}, call {request.key.turn}: {problem}")
         if reply.finish_reason is FinishReason.ABORT:
-            await self._discard(len(columns), "aborted")
-            raise RequestAborted(f"{request.request_id} was aborted after {len(columns)} tokens")
+            await _to_the_end(self._discard(len(reply.columns), "aborted"))
+            raise RequestAborted(f"{request.request_id} was aborted after {len(reply.columns)} tokens")
+
+
+def _problem(request: GenerateRequest, reply: GenerateReply, vocab_size: int) -> str | None:
+    """What an honest engine would not have answered."""
+    ids, asked = reply.columns.ids, request.params
+    if reply.request_id != request.request_id:
+        return f"the engine answered {reply.request_id!r} to {request.request_id!r}"
+    if not len(ids):
+        return None if reply.finish_reason is FinishReason.ABORT else "the engine sampled nothing"
+    if len(ids) > asked.max_tokens:
+        return f"the engine sampled {len(ids)} tokens and was allowed {asked.max_tokens}"
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
+        return f"the answer holds id {wrong}, beyond the vocabulary of {vocab_size}"
+    try:
+        columns = reply.columns.replace()  # makes the record check the length of its streams again
+        if not columns.sampled.all():
+            return "the answer holds tokens that were not sampled"
+        EpisodeTree().add(request.prompt_ids, columns, reply.finish_reason)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await to the end whatever happens; a cancellation meanwhile takes effect then. A half-told fact would stop the run."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        except Exception:
+            break  # the task's own, raised below
+    if cancelled is not None and task.exception() is None:
+        raise cancelled
+    return task.result()

@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 from everlong.contracts.records import Record
 from everlong.rollouts.messages import Message, ToolCall
 from everlong.rollouts.renderers.tokenizers import Tokenizer
@@ -21,9 +23,16 @@ _HERMES = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 class ParsedTurn(Record, frozen=True, kw_only=True):
     content: str
+    reasoning: str = ""
+    """What stood between <think> tags before the answer; the opening tag may be the prompt's."""
     tool_calls: tuple[ToolCall, ...] = ()
     malformed: bool = False
     """The text holds a call that cannot be read."""
+
+
+class _HermesCall(msgspec.Struct):
+    name: str
+    arguments: dict[str, Any]
 
 
 class Renderer(Protocol):
@@ -68,8 +77,9 @@ class ChatML:
         return [*closing, *self._newline, *self._render(messages), *self._header]
 
     def parse(self, ids: Sequence[int], turn: int) -> ParsedTurn:
-        text = self.tokenizer.decode(ids)
-        return _parse_dollar(text, turn) if self._syntax == "dollar" else _parse_hermes(text, turn)
+        reasoning, text = _split_reasoning(self.tokenizer.decode(ids))
+        parsed = _parse_dollar(text, turn) if self._syntax == "dollar" else _parse_hermes(text, turn)
+        return msgspec.structs.replace(parsed, reasoning=reasoning)
 
     def answer(self, message: Message) -> list[int]:
         return [*self.tokenizer.encode(self._text(message)), self._end]
@@ -95,6 +105,15 @@ class ChatML:
         return "\n".join([message.content, *calls] if message.content else calls)
 
 
+def _split_reasoning(text: str) -> tuple[str, str]:
+    """Thinking and the rest. Thinking that does not end has no rest: nothing was answered."""
+    opened = text.lstrip().startswith("<think>")
+    thinking, closing, rest = text.partition("</think>")
+    if not opened and not closing:
+        return "", text
+    return thinking.strip().removeprefix("<think>").strip(), rest
+
+
 def _parse_dollar(text: str, turn: int) -> ParsedTurn:
     stripped = text.lstrip()
     if not stripped.startswith("$"):
@@ -110,10 +129,11 @@ def _parse_hermes(text: str, turn: int) -> ParsedTurn:
     calls, malformed = [], False
     for place, match in enumerate(_HERMES.finditer(text)):
         try:
-            body = json.loads(match[1])
-            calls.append(ToolCall(id=f"call-{turn}-{place}", name=body["name"], arguments=dict(body["arguments"])))
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+            body = msgspec.json.decode(match[1], type=_HermesCall)
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
             malformed = True
+        else:
+            calls.append(ToolCall(id=f"call-{turn}-{place}", name=body.name, arguments=body.arguments))
     content = _HERMES.sub("", text).strip()
     malformed = malformed or "<tool_call>" in content
     return ParsedTurn(content=content, tool_calls=tuple(calls), malformed=malformed)
