@@ -58,10 +58,14 @@ class Exchange:
             raw = [(name.encode(), value.encode()) for name, value in headers.items()]
             await self._send({"type": "http.response.start", "status": status, "headers": raw})
             for part in parts:
-                await self._send({"type": "http.response.body", "body": part, "more_body": True})
+                await self._part(part)
+            await self._part(b"")  # the server waits for a full buffer before a write, never after it
             for _ in range(_SETTLE_TURNS):
                 await asyncio.sleep(0)
         return not self.gone.is_set()
+
+    async def _part(self, part: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": part, "more_body": True})
 
     async def end(self) -> None:
         self.stop_watching()
