@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from everlong.contracts.config import Config
+
+
+def _one_or_many(value: Any) -> Any:
+    return (value,) if isinstance(value, str | Path) else value
+
+
+Paths = Annotated[tuple[Path, ...], BeforeValidator(_one_or_many)]
+"""One path or several."""
 
 
 class TasksConfig(Config):
     """Each path is a task folder or a folder of task folders."""
 
-    train: tuple[Path, ...] = ()
+    train: Paths = ()
     """Tasks that train."""
-    eval: tuple[Path, ...] = ()
+    eval: Paths = ()
     """Held-out tasks that are only evaluated."""
