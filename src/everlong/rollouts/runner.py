@@ -104,7 +104,10 @@ class EpisodeRunner:
             if session.refusal is not None:  # the agent met it and went its way: it still is why the episode ended
                 raise session.refusal
         except TimeoutError:
-            attempt.fail(Reason.AGENT_TIMEOUT if limit.expired() else Reason.HARNESS_CRASH)
+            if limit.expired():
+                attempt.reason = Reason.AGENT_TIMEOUT
+            else:
+                attempt.fail(Reason.HARNESS_CRASH)
         except ContextFull:
             attempt.reason = Reason.CONTEXT_FULL
         except TurnLimit:

@@ -61,9 +61,7 @@ class BashHarness:
             return Message(role="tool", content="a command cannot hold a null byte\n[exit 2]")
         if len(command.encode()) > MAX_COMMAND_BYTES:
             return Message(role="tool", content=f"a command may have {MAX_COMMAND_BYTES} bytes\n[exit 2]")
-        result = await sandbox.exec(
-            Command(argv=("/bin/bash", "-c", command), timeout_s=self._config.command_timeout_s)
-        )
+        result = await sandbox.exec(Command(argv=("bash", "-c", command), timeout_s=self._config.command_timeout_s))
         return Message(role="tool", content=self._shown(result))
 
     def _shown(self, result: ExecResult) -> str:
@@ -85,4 +83,4 @@ def shorten(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     head, tail = limit - limit // 2, limit // 2
-    return f"{text[:head]}\n[{len(text) - head - tail} characters cut]\n{text[-tail:]}"
+    return f"{text[:head]}\n[{len(text) - head - tail} characters cut]\n{text[len(text) - tail :]}"
