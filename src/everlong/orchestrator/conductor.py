@@ -138,7 +138,8 @@ class RunConductor:
         if self._parts.worker_lost():
             raise WorkerDied("the worker process is gone; `everlong resume RUN` goes on from what is stored")
         await self._store(episode)
-        return events.EpisodeEnded(self._parts.clock(), order, episode.reason, episode.reward, error=episode.error)
+        error = episode.error or episode.verdict.output
+        return events.EpisodeEnded(self._parts.clock(), order, episode.reason, episode.reward, error)
 
     def _opening_facts(self, order: EpisodeOrder) -> list[Fact]:
         facts: list[Fact] = []
@@ -208,11 +209,11 @@ class RunConductor:
         self._kept[order.episode] = episode
 
     async def _drop_group(self, group: int) -> None:
-        """Members that ended are cancelled now, the others when they end."""
+        """Members that ended, or that a crash interrupted, are cancelled now, the others when they end."""
         self._dropped.add(group)
-        members = self._members(Purpose.TRAIN, group)
-        ended = [_replaced(m.episode, m.num_sampled) for m in members if m.state is EpisodeState.FINISHED]
-        await self._parts.ledger.append(*ended)
+        idle = (EpisodeState.FINISHED, EpisodeState.INTERRUPTED)
+        members = [member for member in self._members(Purpose.TRAIN, group) if member.state in idle]
+        await self._parts.ledger.append(*(_replaced(member.episode, member.num_sampled) for member in members))
 
     def _members(self, purpose: Purpose, group: int) -> list[EpisodeView]:
         lifecycle = self._parts.ledger.lifecycle
@@ -240,14 +241,15 @@ class RunConductor:
         """
         status = await self._parts.trainer.restore()
         lifecycle = self._parts.ledger.lifecycle
-        recorded = lifecycle.num_trained
+        # Not `num_trained`, which falls back when batches are trained again: a process may have died while it did so.
+        recorded = sum(batch.policy_version is not None for batch in lifecycle.batches.values())
         if status.num_batches > recorded + 1:
             raise LedgerError(
                 f"the newest checkpoint holds {status.num_batches} batches, the ledger knows {recorded}: "
                 "they belong to different runs"
             )
         behind = min(status.num_batches, recorded)
-        await self._parts.ledger.append(RunResumed(num_batches=behind if behind < recorded else None))
+        await self._parts.ledger.append(RunResumed(num_batches=behind if behind < lifecycle.num_trained else None))
         for batch in range(behind, recorded):
             report = await self._parts.trainer.train(await self._packed_again(batch))
             await self._parts.ledger.append(BatchTrained(batch=batch, policy_version=report.policy_version))
