@@ -16,7 +16,7 @@ import numpy as np
 
 from everlong.contracts.errors import LedgerError, Reason, WorkerDied
 from everlong.contracts.ports import Engine, MetricSink, Trainer
-from everlong.contracts.records import Episode, EpisodeOrder, Purpose, TrainBatch, Verdict
+from everlong.contracts.records import Episode, EpisodeOrder, Purpose, TrainBatch, TrainReport, Verdict
 from everlong.ledger.episodes import EpisodeStore
 from everlong.ledger.facts import (
     BatchClosed,
@@ -66,6 +66,19 @@ class Parts:
     """True once the worker process is gone: then no episode's failure is its own."""
 
 
+class Stopwatch:
+    """Seconds by part, each from the lap before."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._last_s = clock, clock()
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def lap(self, part: str) -> None:
+        now_s = self._clock()
+        self.seconds[f"seconds/{part}"] += now_s - self._last_s
+        self._last_s = now_s
+
+
 class RunConductor:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -75,12 +88,16 @@ class RunConductor:
         self._cancelled: dict[str, Reason] = {}
         self._dropped: set[int] = set()
         self._kept: dict[str, Episode] = {}
+        self._sampling_since: float | None = None
+        """When the first episode of the round or evaluation under way was ordered; None between rounds."""
 
     # Actions ---------------------------------------------------------------------------------------------------------
 
     def begin(self, action: events.Action) -> None:
         match action:
             case events.RunEpisode():
+                if self._sampling_since is None:
+                    self._sampling_since = self._parts.clock()
                 self._spawn(self._run_episode(action.order))
             case events.CancelEpisode():
                 self._cancelled[action.episode] = action.reason
@@ -266,27 +283,49 @@ class RunConductor:
         return (await asyncio.to_thread(self._parts.batches.make, batch, episodes))[1].train_batch
 
     async def _warm_up(self, action: events.WarmUp) -> events.Event:
+        watch = Stopwatch(self._parts.clock)
         batch = await self._parts.warmup_batch(action.batch)
+        watch.lap("traces")
         await self._close_batch(action.batch, ())
-        report = await self._parts.trainer.train(batch)
-        if action.save:
-            await self._parts.trainer.save()
+        report = await self._train(batch, action.save, watch)
         await self._record_trained(action.batch, {}, None, report.policy_version)
-        self._parts.metrics.log("batch", action.batch, {**report.metrics, "phase/warmup": 1.0})
+        watch.lap("recording")
+        self._parts.metrics.log("batch", action.batch, {**report.metrics, **watch.seconds, "phase/warmup": 1.0})
         return events.BatchDone(self._parts.clock(), action.batch, report.policy_version)
 
     async def _train_groups(self, action: events.TrainGroups) -> events.Event:
+        sampling = self._sampling_metrics(action.groups, Purpose.TRAIN)
+        watch = Stopwatch(self._parts.clock)
         groups = {group: await self._group(Purpose.TRAIN, group) for group in action.groups}
         scored, packed = await asyncio.to_thread(self._parts.batches.make, action.batch, groups)
+        watch.lap("packing")
         await self._close_batch(action.batch, action.groups)
-        report = await self._parts.trainer.train(packed.train_batch)
-        if action.save:
-            await self._parts.trainer.save()
+        report = await self._train(packed.train_batch, action.save, watch)
         await self._record_trained(action.batch, groups, packed, report.policy_version)
-        values = {**_reward_metrics(groups), **packed.stats, **report.metrics}
+        watch.lap("recording")
+        values = {**_reward_metrics(groups), **packed.stats, **report.metrics, **sampling, **watch.seconds}
         values["groups_without_signal"] = float(sum(group.discarded is not None for group in scored))
         self._parts.metrics.log("batch", action.batch, values)
         return events.BatchDone(self._parts.clock(), action.batch, report.policy_version)
+
+    async def _train(self, batch: TrainBatch, save: bool, watch: Stopwatch) -> TrainReport:
+        watch.lap("recording")
+        report = await self._parts.trainer.train(batch)
+        watch.lap("training")
+        if save:
+            await self._parts.trainer.save()
+            watch.lap("saving")
+        return report
+
+    def _sampling_metrics(self, groups: Sequence[int], purpose: Purpose) -> dict[str, float]:
+        """Seconds since the round opened and sampled tokens per second; nothing where no episode had to run."""
+        since, self._sampling_since = self._sampling_since, None
+        if since is None:
+            return {}
+        seconds = self._parts.clock() - since
+        num_sampled = sum(member.num_sampled for group in groups for member in self._members(purpose, group))
+        values = {"seconds/sampling": seconds}
+        return {**values, "tokens_per_s": num_sampled / seconds} if seconds > 0 else values
 
     async def _close_batch(self, batch: int, groups: Sequence[int]) -> None:
         """Say what the batch holds before it is trained; a batch that a crash left closed is not closed again."""
@@ -324,6 +363,7 @@ class RunConductor:
         return events.EngineUpdated(self._parts.clock(), status.policy_version)
 
     async def _record_eval(self, action: events.RecordEval) -> events.Event:
+        sampling = self._sampling_metrics(action.groups, Purpose.EVAL)
         rewards = [e.reward for group in action.groups for e in await self._group(Purpose.EVAL, group)]
         verdicts = [reward for reward in rewards if reward is not None]
         successes = sum(reward >= 1.0 for reward in verdicts)
@@ -341,6 +381,7 @@ class RunConductor:
             "episodes": float(len(verdicts)),
             "without_verdict": float(len(rewards) - len(verdicts)),
             "policy_version": float(action.policy_version),
+            **sampling,
         }
         self._parts.metrics.log("eval", action.index, values)
         return events.EvalRecorded(self._parts.clock(), action.index)
