@@ -65,6 +65,7 @@ class World:
     max_turns: int = 8
     max_context: int = 3000
     agent_timeout_s: float = 30.0
+    ttl_s: float | None = None
     journal: Journal = field(default_factory=Journal)
     respond: Callable[[ScriptedSandbox, Command], ExecResult] = interpret
 
@@ -96,6 +97,7 @@ class World:
                 limits=SessionLimits(max_turns=self.max_turns, max_context=self.max_context),
             ),
             journal=self.journal,
+            ttl_s=self.ttl_s,
         )
         episode = await runner.run(self.order)
         assert not self.backend.sandboxes, "every sandbox is closed, whatever happened"
@@ -296,3 +298,19 @@ async def test_an_order_repeats_token_for_token_in_another_incarnation(task: Har
     second = await again.run()
     for one, other in zip(first.turns, second.turns, strict=True):
         assert one.context == other.context and one.sampled == other.sampled
+
+
+async def test_a_sandbox_that_would_die_before_its_verdict_is_refused_before_anything_runs(task: HarborTask):
+    verifier_s = task.task.verifier_timeout_s
+    with pytest.raises(ValueError, match="must live longer"):
+        await World(task, agent_timeout_s=100.0, ttl_s=100.0).run()
+    lived = await World(task, agent_timeout_s=100.0, ttl_s=100.0 + verifier_s + 30.0).run()
+    assert lived.reward == 1.0
+
+
+async def test_the_agents_sandbox_gets_the_time_to_live_of_the_run(task: HarborTask):
+    def outlive(sandbox: ScriptedSandbox, command: Command) -> ExecResult:
+        return ExecResult(exit_code=0, output=b"", elapsed_s=sandbox.spec.ttl_s or 0.0)
+
+    episode = await World(task, ttl_s=1000.0, respond=outlive).run()
+    assert episode.reason is Reason.SANDBOX_CRASH and episode.reward is None
