@@ -6,7 +6,7 @@ import asyncio
 import re
 from pathlib import Path
 
-from everlong.cli.config import RunConfig
+from everlong.cli.config import MODEL_CONTEXT, RunConfig
 from everlong.cli.rendering import make_renderer
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.ports import ObjectStore
@@ -81,7 +81,7 @@ def _scripted_cell(config: RunConfig, store: ObjectStore) -> Cell:
         _ScriptedPart(renderer, config.model.seed),
         WeightReader(store),
         token_bytes=renderer.tokenizer.token_bytes(),
-        max_context=config.engine.max_context or 4096,
+        max_context=config.engine.context(MODEL_CONTEXT),
     )
     return Cell(engine, ScriptedTrainer(store, WeightPublisher(store, config.weights.anchor_every)))
 

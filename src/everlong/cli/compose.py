@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from blake3 import blake3
 
 from everlong.cli.cell import FACTORY, build_cell
-from everlong.cli.config import RunConfig
+from everlong.cli.config import MODEL_CONTEXT, RunConfig
 from everlong.cli.rendering import make_renderer
 from everlong.cli.run_folder import RunFolder
 from everlong.cli.toml import config_text
@@ -29,9 +29,6 @@ from everlong.rollouts.gateway.session import SessionLimits
 from everlong.rollouts.harnesses.bash import BashHarness
 from everlong.rollouts.runner import EpisodeRunner, Sampling
 from everlong.storage import open_store
-
-MODEL_CONTEXT = 4096
-"""Of the toy and of the scripted model."""
 
 
 def make_sampling(config: RunConfig, engine: Engine) -> Sampling:
@@ -78,7 +75,7 @@ class CellPorts:
 
 
 @asynccontextmanager
-async def open_cell(config: RunConfig, folder: RunFolder) -> AsyncIterator[CellPorts]:
+async def open_cell(config: RunConfig, folder: RunFolder) -> AsyncGenerator[CellPorts]:
     """The cell in a process of its own, or in this one."""
     if config.worker == "inline":
         cell = build_cell(str(folder.config))
@@ -113,7 +110,7 @@ class Control:
 @asynccontextmanager
 async def open_control(
     config: RunConfig, folder: RunFolder, metrics: MetricSink, clock, *, resume: bool
-) -> AsyncIterator[Control]:
+) -> AsyncGenerator[Control]:
     """Everything open and brought to where the ledger says the run stands; closed in the other order."""
     tasks = read_run_tasks(config.tasks)
     async with AsyncExitStack() as stack:
@@ -171,7 +168,12 @@ def _parts(
     sampling = make_sampling(config, cell.engine)
     harness = BashHarness(config.harness)
     runner = EpisodeRunner(
-        tasks=tasks.by_id(), backend=backend, harness=harness, sampling=sampling, journal=LedgerJournal(writer)
+        tasks=tasks.by_id(),
+        backend=backend,
+        harness=harness,
+        sampling=sampling,
+        journal=LedgerJournal(writer),
+        ttl_s=config.sandbox.ttl_s,
     )
     traces = OracleTraces(
         tasks.train, renderer=sampling.renderer, harness=harness, backend=backend, store=store, config=config

@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from everlong.cli.ineffective import refuse_ineffective
 from everlong.contracts.config import Config
 from everlong.contracts.records import SamplingParams
 from everlong.engines.config import EmbeddedConfig
@@ -46,11 +47,24 @@ class SamplingConfig(Config):
         )
 
 
+MODEL_CONTEXT = 4096
+"""Of the toy and of the scripted model."""
+
+
 class WeightsConfig(Config):
     store: str | None = None
     """URL of the object store that holds weights, checkpoints and episodes; None is the folder `store` of the run."""
     anchor_every: int = Field(10, ge=1)
     """Every so many versions one is published whole, so that a late engine needs few deltas."""
+
+    @field_validator("store")
+    @classmethod
+    def _outlives_a_process(cls, store: str | None) -> str | None:
+        if store is not None and store.startswith("memory:"):
+            raise ValueError(
+                "memory is shared by no two parts of a run and does not outlive it: give a folder or a URL"
+            )
+        return store
 
 
 class ObserveConfig(Config):
@@ -89,5 +103,22 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _effective(self) -> RunConfig:
-        check_effective(self.loss, self.ratio, self.trainer.updates_per_batch)
+        if self.model.type != "scripted":
+            check_effective(self.loss, self.ratio, self.trainer.updates_per_batch)
+        refuse_ineffective(self)
+        self._check_sizes()
         return self
+
+    def _check_sizes(self) -> None:
+        """What must fit together across parts. Raises ValueError."""
+        context = self.engine.context(MODEL_CONTEXT)
+        if (self.harness.max_context or 0) > context:
+            raise ValueError(
+                f"harness.max_context {self.harness.max_context} exceeds the {context} tokens of the engine: lower it, or "
+                "raise engine.max_context"
+            )
+        if self.schedule.num_batches and self.credit.min_verdicts > self.schedule.group_size:
+            raise ValueError(
+                f"a group of schedule.group_size={self.schedule.group_size} never has credit.min_verdicts="
+                f"{self.credit.min_verdicts} verdicts, so that nothing would train: raise one or lower the other"
+            )

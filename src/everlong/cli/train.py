@@ -5,51 +5,45 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from everlong.cli.arguments import DRY_RUN, parse_config
 from everlong.cli.compose import open_control
 from everlong.cli.config import RunConfig
-from everlong.cli.quickstart import prepare_quickstart, quickstart_config, quickstart_tasks
-from everlong.cli.reporting import write_run_report
+from everlong.cli.quickstart import prepare_quickstart
+from everlong.cli.reporting import success_lines, write_run_report
 from everlong.cli.run_folder import RunFolder
 from everlong.cli.sinks import open_sinks
 from everlong.cli.toml import config_text
+from everlong.environments.tasks.sources import read_run_tasks
 from everlong.ledger import RunFinished
 from everlong.orchestrator.loop import run
 
 console = Console(stderr=True, highlight=False)
 
 
-def parse_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
-    """The resolved config, and whether it is the quickstart's. Raises ValueError for a file that cannot be read."""
-    from pydantic_config import ConfigFileError, cli
-
-    quickstart = not any(argument.startswith("@") for argument in arguments)
-    default = quickstart_config() if quickstart else None
-    try:
-        config = cli(RunConfig, args=list(arguments), default=default, prog="everlong train")
-    except ConfigFileError as error:
-        raise ValueError(str(error)) from error
-    if default is not None and config.tasks == default.tasks:  # they go where the run goes
-        config = config.model_copy(update={"tasks": quickstart_tasks(config.output)})
-    return config, quickstart
-
-
 def train_command(arguments: list[str]) -> None:
-    dry = "--dry-run" in arguments
-    config, quickstart = parse_config([a for a in arguments if a != "--dry-run"])
+    dry = DRY_RUN in arguments
+    config = parse_config([word for word in arguments if word != DRY_RUN])
     if dry:
         print(config_text(config), end="")
         return
     folder = RunFolder(config.output)
-    if quickstart:
-        prepare_quickstart(config, folder)
+    folder.refuse_run()
+    prepare_quickstart(config, folder)
+    _check_tasks(config)
     folder.create(config)
     console.print(f"run {folder.path}")
     _drive(config, folder, resume=False)
+
+
+def _check_tasks(config: RunConfig) -> None:
+    """Before anything of the run exists. Raises ValueError for tasks that cannot be read, and for none."""
+    tasks = read_run_tasks(config.tasks)
+    if not len(tasks.train) and (config.schedule.num_batches or config.warmup.num_batches):
+        raise ValueError("there are batches to train but no training tasks: give tasks.train a folder with tasks")
 
 
 def resume_command(path: Path) -> None:
@@ -63,8 +57,11 @@ def _drive(config: RunConfig, folder: RunFolder, *, resume: bool) -> None:
     finished = asyncio.run(_train(config, folder, resume))
     if finished:
         report = write_run_report(folder)
-        console.print(f"checkpoint {folder.checkpoint}" if folder.checkpoint.exists() else "", end="\n")
-        console.print(f"report {report}")
+        for line in success_lines(folder):
+            console.print(line, style="bold")
+        if folder.checkpoint.exists():
+            console.print(f"checkpoint  {folder.checkpoint}")
+        console.print(f"report      {report}")
     else:
         console.print(f"the run {folder.path} is finished already")
 
