@@ -33,14 +33,11 @@ from everlong.ledger.facts import (
 from everlong.ledger.facts import (
     EngineUpdated as EngineUpdatedFact,
 )
-from everlong.ledger.facts import (
-    EpisodeEnded as EpisodeEndedFact,
-)
 from everlong.ledger.lifecycle import EpisodeView
 from everlong.ledger.writer import LedgerWriter
 from everlong.orchestrator import events
 from everlong.orchestrator.batches import BatchMaker
-from everlong.orchestrator.outcomes import eval_outcome, train_outcomes
+from everlong.orchestrator.outcomes import eval_outcome, replaced_outcome, train_outcomes
 from everlong.trajectories.packing import PackedBatch
 
 WarmupBatch = Callable[[int], Awaitable[TrainBatch]]
@@ -218,19 +215,23 @@ class RunConductor:
                 payload_hash=digest,
             )
         ]
+        view, dropped = self._parts.ledger.lifecycle.episodes[order.episode], order.group in self._dropped
         if order.purpose is Purpose.EVAL:
-            facts.append(eval_outcome(episode))
-        elif order.group in self._dropped:
-            facts.append(_replaced(order.episode, episode.num_sampled))
+            facts.append(eval_outcome(episode, view))
+        elif dropped:
+            facts.append(replaced_outcome(view))
         await self._parts.ledger.append(*facts)
-        self._kept[order.episode] = episode
+        if order.purpose is Purpose.EVAL or not dropped:
+            self._kept[order.episode] = episode
 
     async def _drop_group(self, group: int) -> None:
         """Members that ended, or that a crash interrupted, are cancelled now, the others when they end."""
         self._dropped.add(group)
         idle = (EpisodeState.FINISHED, EpisodeState.INTERRUPTED)
         members = [member for member in self._members(Purpose.TRAIN, group) if member.state in idle]
-        await self._parts.ledger.append(*(_replaced(member.episode, member.num_sampled) for member in members))
+        for member in members:
+            self._kept.pop(member.episode, None)
+        await self._parts.ledger.append(*(replaced_outcome(member) for member in members))
 
     def _members(self, purpose: Purpose, group: int) -> list[EpisodeView]:
         lifecycle = self._parts.ledger.lifecycle
@@ -336,7 +337,11 @@ class RunConductor:
         self, batch: int, groups: Mapping[int, Sequence[Episode]], packed: PackedBatch | None, policy_version: int
     ) -> None:
         members = [episode for episodes in groups.values() for episode in episodes]
-        ended = train_outcomes(members, packed.outcomes) if packed is not None else []
+        ended = (
+            train_outcomes(members, packed.outcomes, self._parts.ledger.lifecycle.episodes)
+            if packed is not None
+            else []
+        )
         await self._parts.ledger.append(BatchTrained(batch=batch, policy_version=policy_version), *ended)
 
     # Weights and evaluation ------------------------------------------------------------------------------------------
@@ -385,13 +390,6 @@ class RunConductor:
         }
         self._parts.metrics.log("eval", action.index, values)
         return events.EvalRecorded(self._parts.clock(), action.index)
-
-
-def _replaced(episode: str, num_sampled: int) -> EpisodeEndedFact:
-    discarded = {"group_replaced": num_sampled} if num_sampled else {}
-    return EpisodeEndedFact(
-        episode=episode, state=EpisodeState.CANCELLED, reason="group_replaced", trained=0, discarded=discarded
-    )
 
 
 def _reward_metrics(groups: Mapping[int, Sequence[Episode]]) -> dict[str, float]:
