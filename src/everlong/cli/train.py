@@ -54,7 +54,10 @@ def resume_command(path: Path) -> None:
 
 
 def _drive(config: RunConfig, folder: RunFolder, *, resume: bool) -> None:
-    finished = asyncio.run(_train(config, folder, resume))
+    try:
+        finished = asyncio.run(_train(config, folder, resume))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None  # SIGTERM: the run can be resumed
     if finished:
         report = write_run_report(folder)
         for line in success_lines(folder):
@@ -74,12 +77,9 @@ async def _train(config: RunConfig, folder: RunFolder, resume: bool) -> bool:
     sinks = open_sinks(config, folder)
     try:
         async with open_control(config, folder, sinks, time.monotonic, resume=resume) as control:
-            if control.ledger.lifecycle.finished:
-                return False
             await run(control.scheduler, control.conductor, time.monotonic)
             if config.model.type != "scripted" and not folder.checkpoint.exists():
                 await control.trainer.export(str(folder.checkpoint))
             await control.ledger.append(RunFinished())
     finally:
         sinks.close()
-    return True
