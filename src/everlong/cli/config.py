@@ -111,6 +111,8 @@ class RunConfig(Config):
 
     def _check_sizes(self) -> None:
         """What must fit together across parts. Raises ValueError."""
+        if not self.schedule.num_batches and not self.warmup.num_batches:
+            raise ValueError("there is nothing to train: schedule.num_batches and warmup.num_batches are both 0")
         context = self.engine.context(MODEL_CONTEXT)
         if (self.harness.max_context or 0) > context:
             raise ValueError(
