@@ -230,6 +230,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         console.print("[red]error:[/red]", escape(str(error)))
         sys.exit(2 if isinstance(error, ValueError) else 1)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("stopped; `everlong resume RUN` goes on from here")
-        sys.exit(130)

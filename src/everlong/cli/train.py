@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from everlong.ledger import RunFinished
 from everlong.orchestrator.loop import run
 
 console = Console(stderr=True, highlight=False)
+
+STOPPED = 130
+"""Exit code after Ctrl-C or SIGTERM, as a shell reports it."""
 
 
 def train_command(arguments: list[str]) -> None:
@@ -56,8 +60,9 @@ def resume_command(path: Path) -> None:
 def _drive(config: RunConfig, folder: RunFolder, *, resume: bool) -> None:
     try:
         finished = asyncio.run(_train(config, folder, resume))
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None  # SIGTERM: the run can be resumed
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        console.print(f"stopped; `everlong resume {folder.path}` goes on from here", markup=False)
+        sys.exit(STOPPED)
     if finished:
         report = write_run_report(folder)
         for line in success_lines(folder):
