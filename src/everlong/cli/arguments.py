@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -11,7 +12,7 @@ from everlong.cli.config import RunConfig
 from everlong.cli.mistakes import explain
 from everlong.cli.quickstart import quickstart_config, quickstart_tasks
 from everlong.environments.tasks.config import TasksConfig
-from everlong.trainer.config import OptimizerConfig
+from everlong.trainer.config import OptimizerConfig, TrainerConfig
 
 DRY_RUN = "--dry-run"
 DESCRIPTION = f"""\
@@ -31,6 +32,7 @@ def parse_config(arguments: Sequence[str]) -> RunConfig:
     nearest name), invalid or without effect. `--help` prints every setting and exits."""
     from pydantic_config import ConfigFileError, cli
 
+    _refuse_repeats(arguments)
     default = None if any(word.startswith("@") for word in arguments) else _quickstart(arguments)
     try:
         # the overloads of the library leave out `prog` and `description`
@@ -45,12 +47,22 @@ def parse_config(arguments: Sequence[str]) -> RunConfig:
     return config if default is None else _with_own_tasks(config, default.tasks)
 
 
+def _refuse_repeats(arguments: Sequence[str]) -> None:
+    """The last one would win in silence. Raises ValueError."""
+    options = [word.split("=", 1)[0] for word in arguments if word.startswith("--")]
+    for option, count in Counter(options).items():
+        if count > 1:
+            raise ValueError(f'option {option} is given {count} times: give it once, several paths as \'["a", "b"]\'')
+
+
 def _quickstart(arguments: Sequence[str]) -> RunConfig:
-    """The quickstart's settings, without those of an optimizer where a model was asked for that has none."""
+    """The quickstart's settings, without those of a trainer where a model was asked for that has none."""
     config = quickstart_config()
     words = [part for word in arguments for part in word.split("=", 1)]
     scripted = ("--model.type", "scripted") in pairwise(words)
-    return config.model_copy(update={"optimizer": OptimizerConfig()}) if scripted else config
+    return (
+        config.model_copy(update={"optimizer": OptimizerConfig(), "trainer": TrainerConfig()}) if scripted else config
+    )
 
 
 def _with_own_tasks(config: RunConfig, default: TasksConfig) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,11 +12,13 @@ from everlong.contracts.config import Config
 
 
 def _one_or_many(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("["):
+        return json.loads(value)
     return (value,) if isinstance(value, str | Path) else value
 
 
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_one_or_many)]
-"""One path or several."""
+"""One path or several; on a command line several are a JSON list."""
 
 
 class TasksConfig(Config):
