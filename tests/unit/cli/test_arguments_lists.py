@@ -6,8 +6,8 @@ from everlong.cli.arguments import parse_config
 
 
 def test_several_task_folders_are_a_list_on_the_command_line_too():
-    config = parse_config(["--tasks.train", '["a", "b"]', "--tasks.eval", "[]"])
-    assert [str(path) for path in config.tasks.train] == ["a", "b"] and config.tasks.eval == ()
+    config = parse_config(["--tasks.train", '["a", "b"]', "--tasks.eval", '["c"]'])
+    assert [str(path) for path in config.tasks.train] == ["a", "b"] and len(config.tasks.eval) == 1
 
 
 def test_an_option_given_twice_is_refused_instead_of_the_last_winning():
