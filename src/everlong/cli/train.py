@@ -19,7 +19,7 @@ from everlong.cli.run_folder import RunFolder
 from everlong.cli.sinks import open_sinks
 from everlong.cli.toml import config_text
 from everlong.environments.tasks.sources import read_run_tasks
-from everlong.ledger import RunFinished
+from everlong.ledger import Ledger, RunFinished
 from everlong.orchestrator.loop import run
 
 console = Console(stderr=True, highlight=False)
@@ -53,29 +53,40 @@ def _check_tasks(config: RunConfig) -> None:
 def resume_command(path: Path) -> None:
     folder = RunFolder(path)
     config = folder.read_config()
+    if _is_finished(folder):
+        console.print(f"finished already: {folder.path}", soft_wrap=True)
+        return
     console.print(f"resume {folder.path}")
     _drive(config, folder, resume=folder.ledger.exists())
 
 
+def _is_finished(folder: RunFolder) -> bool:
+    """Raises LedgerError, with its process id, where another process drives the run."""
+    if not folder.ledger.exists():
+        return False
+    ledger = Ledger.open(folder.ledger)
+    try:
+        return ledger.lifecycle.finished
+    finally:
+        ledger.close()
+
+
 def _drive(config: RunConfig, folder: RunFolder, *, resume: bool) -> None:
     try:
-        finished = asyncio.run(_train(config, folder, resume))
+        asyncio.run(_train(config, folder, resume))
     except (asyncio.CancelledError, KeyboardInterrupt):
         console.print(f"stopped; `everlong resume {folder.path}` goes on from here", markup=False)
         sys.exit(STOPPED)
-    if finished:
-        report = write_run_report(folder)
-        for line in success_lines(folder):
-            console.print(line, style="bold")
-        if folder.checkpoint.exists():
-            console.print(f"checkpoint  {folder.checkpoint}")
-        console.print(f"report      {report}")
-    else:
-        console.print(f"the run {folder.path} is finished already")
+    report = write_run_report(folder)
+    for line in success_lines(folder):
+        console.print(line, style="bold")
+    if folder.checkpoint.exists():
+        console.print(f"checkpoint  {folder.checkpoint}")
+    console.print(f"report      {report}")
 
 
-async def _train(config: RunConfig, folder: RunFolder, resume: bool) -> bool:
-    """Drive the run to its end; False where it had ended before. SIGTERM stops it like Ctrl-C: resumable."""
+async def _train(config: RunConfig, folder: RunFolder, resume: bool) -> None:
+    """Drive the run to its end. SIGTERM stops it like Ctrl-C: resumable."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
