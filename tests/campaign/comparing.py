@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import apsw
 import blake3
 
 from everlong.cli.run_folder import RunFolder
@@ -24,6 +25,7 @@ class Outcome(Record, frozen=True, kw_only=True):
     episodes: dict[str, str]
     """By name: a hash of everything that was sampled, and the reward."""
     tokens_trained: int
+    num_facts: int
 
 
 def outcome_of(path: Path) -> Outcome:
@@ -44,6 +46,7 @@ def outcome_of(path: Path) -> Outcome:
             if view.payload_key
         },
         tokens_trained=lifecycle.balance().tokens_trained,
+        num_facts=num_facts(path),
     )
 
 
@@ -57,6 +60,22 @@ def facts_of(path: Path) -> list[Fact]:
         return [entry.fact for entry in ledger.facts()]
     finally:
         ledger.close()
+
+
+def num_facts(path: Path) -> int:
+    """Of a run that somebody may be driving."""
+    file = RunFolder(path).ledger
+    if not file.exists():
+        return 0
+    try:
+        connection = apsw.Connection(str(file), flags=apsw.SQLITE_OPEN_READWRITE)
+        try:
+            connection.set_busy_timeout(1000)
+            return connection.execute("SELECT max(seq) FROM facts").get or 0
+        finally:
+            connection.close()
+    except apsw.Error:  # so young that it has no table yet
+        return 0
 
 
 def sampled_twice(facts: list[Fact]) -> list[str]:

@@ -3,7 +3,9 @@
     python -m tests.campaign.kill --kills 10 --seed 0
 
 An undisturbed reference first. Then, for each target (the control process, the worker, both at once), runs that are killed
-once, at a moment drawn over the reference's duration, and resumed until they end. For each of them:
+once and resumed until they end. Every third kill comes at a moment drawn over the reference's duration; the others shortly
+after a fact drawn over the reference's ledger, so that they meet every kind of work also while the machine is busy with
+something else and a process needs half of the time to start. For each run:
 
 - the ledger balances (`everlong ledger check`), and every episode that was started has ended;
 - no episode that had finished was started again;
@@ -30,7 +32,7 @@ from typing import Literal, get_args
 
 import msgspec
 import numpy as np
-from tests.campaign.comparing import Outcome, differences, facts_of, outcome_of, sampled_twice
+from tests.campaign.comparing import Outcome, differences, facts_of, num_facts, outcome_of, sampled_twice
 from tests.campaign.processes import Process, child_worker, left_over
 from tests.campaign.small_run import make_tasks, small_config, start, start_train
 
@@ -40,6 +42,9 @@ Target = Literal["control", "worker", "both"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = ("src/everlong", "tests/campaign")
+BY_CLOCK_EVERY = 3
+AFTER_FACT_S = 0.4
+"""A kill by progress comes up to so long after its fact: training and saving write none."""
 MAX_RESUMES = 3
 MAX_DRAWS = 5
 """A run that ended before it could be killed is run again with another moment, so often at most."""
@@ -52,7 +57,7 @@ class KilledRun(Record, frozen=True, kw_only=True):
     target: Target
     index: int
     moment_s: float
-    """After the start of the control process."""
+    """After the start of the control process, its death included."""
     num_facts: int
     """In the ledger when the process was killed."""
     last_fact: str
@@ -65,6 +70,13 @@ class KilledRun(Record, frozen=True, kw_only=True):
     failures: tuple[str, ...]
     """What did not hold; nothing is a success."""
     elapsed_s: float
+
+
+class Moment(Record, frozen=True, kw_only=True):
+    """When to kill: after so many facts, and then so many seconds later."""
+
+    num_facts: int
+    delay_s: float
 
 
 class Reference(Record, frozen=True, kw_only=True):
@@ -100,7 +112,7 @@ class Campaign:
         if known.exists():
             return msgspec.json.decode(known.read_bytes(), type=Reference)
         began = time.monotonic()
-        folder, control = self._start("reference")
+        folder, control = self.start("reference")
         if control.wait(RUN_S) != 0:
             raise RuntimeError(f"the undisturbed run failed: see {folder.with_suffix('.log')}")
         reference = Reference(duration_s=time.monotonic() - began, outcome=outcome_of(folder))
@@ -110,10 +122,10 @@ class Campaign:
     def kill(self, target: Target, index: int, reference: Reference) -> KilledRun:
         """Start a run, kill it, resume it to its end, check it."""
         began = time.monotonic()
-        folder, moment_s, failures = self._start_and_kill(target, index, reference.duration_s)
+        folder, moment_s, failures = self._start_and_kill(target, index, reference)
         before = facts_of(folder)
         num_resumes, ended = self._resume_to_end(folder)
-        failures += ended or self._check(folder, reference.outcome)
+        failures += ended or self.check(folder, reference.outcome)
         kinds = Counter(type(fact).__name__ for fact in facts_of(folder))
         return KilledRun(
             target=target,
@@ -128,19 +140,26 @@ class Campaign:
             elapsed_s=round(time.monotonic() - began, 1),
         )
 
-    def _start_and_kill(self, target: Target, index: int, duration_s: float) -> tuple[Path, float, list[str]]:
+    def _start_and_kill(self, target: Target, index: int, reference: Reference) -> tuple[Path, float, list[str]]:
         draws = np.random.default_rng([self.seed, TARGETS.index(target), index])
+        duration_s = reference.duration_s
         for draw in range(MAX_DRAWS):
-            moment_s = float(draws.uniform(0.0, duration_s))
+            if index % BY_CLOCK_EVERY == BY_CLOCK_EVERY - 1:
+                moment = Moment(num_facts=0, delay_s=float(draws.uniform(0.0, duration_s)))
+            else:
+                fact = int(draws.integers(1, reference.outcome.num_facts))
+                moment = Moment(num_facts=fact, delay_s=float(draws.uniform(0.0, AFTER_FACT_S)))
             began = time.monotonic()
-            folder, control = self._start(f"{target}-{index}-{draw}")
-            failures = _kill_at(control, target, moment_s)
+            folder, control = self.start(f"{target}-{index}-{draw}")
+            failures = _kill_at(control, target, folder, moment)
+            elapsed_s = time.monotonic() - began
             if failures is not None:
-                return folder, moment_s, failures + left_over(folder, folders=False, patience_s=DEATH_S)
-            duration_s = min(duration_s, time.monotonic() - began)  # the machine is less busy than it was
+                return folder, elapsed_s, failures + left_over(folder, folders=False, patience_s=DEATH_S)
+            duration_s = min(duration_s, elapsed_s)  # the machine is less busy than it was
         raise RuntimeError(f"{MAX_DRAWS} runs ended before they could be killed: see {folder}")
 
-    def _start(self, name: str) -> tuple[Path, subprocess.Popen[bytes]]:
+    def start(self, name: str) -> tuple[Path, subprocess.Popen[bytes]]:
+        """A run's folder, and the control process that has begun to fill it."""
         folder = _fresh(self.work / "runs" / name)
         tasks = make_tasks(self.work / "tasks", easy=self.model == "toy")
         return folder, start_train(small_config(tasks, folder, self.model, self.num_warmup))
@@ -151,7 +170,8 @@ class Campaign:
                 return number, []
         return MAX_RESUMES, [f"not finished after {MAX_RESUMES} resumes: see {folder.with_suffix('.log')}"]
 
-    def _check(self, folder: Path, reference: Outcome) -> list[str]:
+    def check(self, folder: Path, reference: Outcome) -> list[str]:
+        """What does not hold of a run that has ended."""
         failures = []
         if start("ledger", "check", str(folder), log=folder.with_suffix(".log")).wait(RUN_S) != 0:
             failures.append("the ledger does not balance")
@@ -176,18 +196,19 @@ def _fresh(folder: Path) -> Path:
     return chosen
 
 
-def _kill_at(control: subprocess.Popen[bytes], target: Target, moment_s: float) -> list[str] | None:
+def _kill_at(control: subprocess.Popen[bytes], target: Target, folder: Path, moment: Moment) -> list[str] | None:
     """What went wrong after the kill; None where the run had ended before it."""
-    started = time.monotonic()
-    worker = None
-    while control.poll() is None and (
-        time.monotonic() - started < moment_s or (worker is None and target != "control")
-    ):
+    while control.poll() is None and moment.num_facts and num_facts(folder) < moment.num_facts:
+        time.sleep(0.01)
+    until = time.monotonic() + moment.delay_s
+    while control.poll() is None and time.monotonic() < until:
         time.sleep(0.005)
-        worker = worker or (None if target == "control" else child_worker(control.pid))
+    worker = child_worker(control.pid)
+    while control.poll() is None and worker is None and target != "control":
+        time.sleep(0.005)
+        worker = child_worker(control.pid)
     if control.poll() is not None:
         return None
-    worker = worker or child_worker(control.pid)
     if target != "worker":
         control.send_signal(signal.SIGKILL)
     if target != "control" and worker is not None:
@@ -230,7 +251,8 @@ def figures_of(reference: Reference, runs: list[KilledRun]) -> dict[str, object]
         "tokens_trained_per_run": outcome.tokens_trained,
         "reference_weights": outcome.weights,
         "reference_duration_s": round(reference.duration_s, 1),
-        "moments_s": [min(run.moment_s for run in runs), max(run.moment_s for run in runs)],
+        "facts_per_run": outcome.num_facts,
+        "facts_at_the_kill": sorted(run.num_facts for run in runs),
         "killed_after": dict(sorted(Counter(run.last_fact for run in runs).items())),
         "episodes_started_again": sum(run.num_started_again for run in runs),
         "batches_trained_again": sum(run.num_trained_again for run in runs),

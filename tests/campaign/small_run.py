@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from everlong.cli.config import ObserveConfig, RunConfig, SamplingConfig
 from everlong.cli.toml import write_config
@@ -27,6 +27,10 @@ ANY_FILE = """#!/bin/bash
 if [ -n "$(ls -A)" ]; then reward=1; else reward=0; fi
 echo "$reward" > "$EVERLONG_ROOT/logs/verifier/reward.txt"
 """
+
+
+NETWORK: dict[str, Any] = {"numerics": "aligned", "threads": 1, "optimizer": OptimizerConfig(learning_rate=3e-3)}
+"""What has an effect only where there is a network."""
 
 
 def make_tasks(folder: Path, *, easy: bool) -> TasksConfig:
@@ -51,17 +55,16 @@ def make_tasks(folder: Path, *, easy: bool) -> TasksConfig:
 
 def small_config(tasks: TasksConfig, output: Path, model: Literal["toy", "scripted"], num_warmup: int) -> RunConfig:
     """Four batches of 3 groups x 4 episodes with an evaluation before and after; a checkpoint every second batch."""
+    network = NETWORK if model == "toy" else {}
     return RunConfig(
+        **network,
         output=output,
-        numerics="aligned" if model == "toy" else "fast",
-        threads=1,
         model=ModelConfig(type=model),
         tasks=tasks,
         harness=HarnessConfig(system_prompt="", max_turns=2, max_context=384),
         sampling=SamplingConfig(max_tokens=24),
         warmup=WarmupConfig(num_batches=num_warmup, traces_per_batch=8),
         schedule=ScheduleConfig(num_batches=4, groups_per_batch=3, group_size=4, checkpoint_every=2),
-        optimizer=OptimizerConfig(learning_rate=3e-3),
         observe=ObserveConfig(progress="plain"),
     )
 
