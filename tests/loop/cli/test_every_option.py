@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import logging
 import re
 import shutil
 import sys
+import time
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -26,15 +26,28 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from everlong.cli.beside import NoAccount
 from everlong.cli.compose import open_control
 from everlong.cli.config import RunConfig
 from everlong.cli.mistakes import variants
 from everlong.cli.run_folder import RunFolder
 from everlong.cli.sinks import open_sinks
 from everlong.contracts.config import Config
+from everlong.contracts.errors import Reason
+from everlong.contracts.ports import SandboxSpec
+from everlong.contracts.records import EpisodeOrder, Purpose, SamplingParams, Task
+from everlong.engines.scripted import ScriptedEngine
+from everlong.environments.sandboxes.config import SandboxConfig
+from everlong.environments.sandboxes.opening import open_backend
+from everlong.environments.tasks.harbor import read_task
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
 from everlong.models.numerics_env import required_environment
 from everlong.orchestrator.loop import run
+from everlong.rollouts.config import HarnessConfig
+from everlong.rollouts.gateway.session import Session, SessionLimits
+from everlong.rollouts.harnesses.bash import BashHarness
+from everlong.rollouts.renderers.chatml import ChatML
+from everlong.rollouts.renderers.tokenizers import ByteTokenizer
 
 PROXIMAL = {"ratio.base": "proximal", "trainer.updates_per_batch": 2}
 TRUNCATION = {**PROXIMAL, "ratio.correction.type": "token_truncation"}
@@ -178,11 +191,12 @@ def held(value: Any, path: str, seen: set[int], found: dict[str, str]) -> None:
         return
     found[path] = type(value).__qualname__
     for name, child in children(value):
-        held(child, f"{path}.{name}", seen, found)
+        if name not in DIFFERS_ANYWAY:
+            held(child, f"{path}.{name}", seen, found)
 
 
-DIFFERS_ANYWAY = ("_started_s", "claim")
-"""A time, and a random folder below the sandboxes' root."""
+DIFFERS_ANYWAY = ("_started_s", "claim", "config_hash")
+"""A time, a random folder below the sandboxes' root, and the hash of all settings that the ledger keeps."""
 
 
 def children(value: Any) -> list[tuple[str, Any]]:
@@ -211,7 +225,7 @@ def children(value: Any) -> list[tuple[str, Any]]:
     if is_dataclass(value):
         names += [entry.name for entry in fields(value)]
     names += list(getattr(value, "__dict__", {}))
-    names = [name for name in dict.fromkeys(names) if name not in DIFFERS_ANYWAY and hasattr(value, name)]
+    names = [name for name in dict.fromkeys(names) if hasattr(value, name)]
     return [(name, getattr(value, name)) for name in names]
 
 
@@ -296,24 +310,48 @@ def _validates(frame: types.FrameType | None) -> bool:
     return False
 
 
-async def trained(config: RunConfig) -> set[tuple[str, str]]:
-    """What is read in a run from its first batch to its end."""
+async def trained(config: RunConfig) -> None:
+    """A run from its first batch to its end."""
     folder = RunFolder(config.output)
     folder.create(config)
     sinks = open_sinks(config, folder)
-    with recorded_reads() as reads:
-        async with open_control(config, folder, sinks, _no_clock, resume=False) as control:
-            await run(control.scheduler, control.conductor, _no_clock)
+    async with open_control(config, folder, sinks, time.monotonic, resume=False) as control:
+        await run(control.scheduler, control.conductor, time.monotonic)
     sinks.close()
     shutil.rmtree(folder.path)
-    return reads
+
+
+async def stalled(task: Task) -> None:
+    """An episode in which the model says nothing, turn after turn."""
+    renderer = ChatML(ByteTokenizer(), "dollar")
+    session = Session(
+        EpisodeOrder(task=task.id, group=0, attempt=0, purpose=Purpose.EVAL),
+        engine=ScriptedEngine(
+            lambda request: list(renderer.stop_ids), token_bytes=renderer.tokenizer.token_bytes(), policy_version=0
+        ),
+        renderer=renderer,
+        params=SamplingParams(max_tokens=4, stop_ids=renderer.stop_ids),
+        run_seed=0,
+        limits=SessionLimits(max_turns=9, max_context=4096),
+        journal=NoAccount(),
+    )
+    backend = open_backend(SandboxConfig(type="scripted"), Path("boxes"))
+    sandbox = await backend.create(SandboxSpec(name="stalled"))
+    assert await BashHarness(HarnessConfig()).run(task, session, sandbox) is Reason.STALLED
+    await backend.close()
 
 
 TRAINED = {
     "toy": ({}, {**GRPO, **TRUNCATION}, {**GRPO, **MASK}),
-    "scripted": ({},),
+    "scripted": (),
 }
-"""Runs that together use every variant; untrained, they earn nothing, so groups without signal are kept."""
+"""Runs that together use every variant; untrained, the toy earns nothing, so groups without signal are kept."""
+SCRIPTED = (
+    {"model.type": "scripted", "schedule.num_batches": 2, "schedule.group_size": 16},
+    {"model.type": "scripted", "sampling.max_tokens": 4},
+    {"model.type": "scripted", "schedule.batch_deadline_s": 1e-3},
+)
+"""Runs of the control process in which rewards differ, in which all are 0, and in which a deadline passes."""
 
 
 @pytest.fixture(scope="module", params=BASES)
@@ -323,14 +361,14 @@ def base(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def reads(base: str, shared: Path) -> set[tuple[str, str]]:
-    logging.disable(logging.CRITICAL)
-    common = {**SMALL, **BASES[base], "admission.zero_signal": "keep", "sampling.max_tokens": 4, "harness.max_turns": 2}
-    found: set[tuple[str, str]] = set()
-    with contextlib.chdir(shared), contextlib.redirect_stderr(io.StringIO()):
-        for more in TRAINED[base]:
-            config = RunConfig.model_validate(settings(common, more))
-            found |= asyncio.run(trained(config))
-    logging.disable(logging.NOTSET)
+    short = {"admission.zero_signal": "keep", "sampling.max_tokens": 4, "harness.max_turns": 2}
+    runs = [*({**short, **more} for more in TRAINED[base]), *SCRIPTED]
+    configs = [RunConfig.model_validate(settings(SMALL, more)) for more in runs]
+    first = min((shared / "train").iterdir())
+    with contextlib.chdir(shared), contextlib.redirect_stderr(io.StringIO()), recorded_reads() as found:
+        for config in configs:
+            asyncio.run(trained(config))
+        asyncio.run(stalled(read_task(first).task))
     return found
 
 
@@ -378,7 +416,7 @@ def test_every_option_changes_what_is_built_or_is_refused_by_name(
             continue
         if other == parts[known.index(default)]:
             ignored.append(path)
-    assert ignored == []
+    assert not ignored, f"nothing reads {ignored}"
     assert refused == REFUSED[base]
 
 
