@@ -70,7 +70,9 @@ BECOME_NOBODY = "os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresu
 
 
 def python(script, *arguments, **keywords):
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    # numpy starts a thread per core, and a process with several threads may not enter a user namespace
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    environment = {**os.environ, **threads, "PYTHONPATH": str(SOURCE)}
     return subprocess.Popen(
         [sys.executable, "-c", script, *map(str, arguments)],
         env=environment,
