@@ -157,7 +157,7 @@ async def test_output_beyond_the_limit_is_cut_and_said(backend, opened):
 async def test_a_sandbox_starts_with_a_copy_of_its_files(backend, opened, tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "data").write_bytes(b"given")
-    sandbox = await opened(backend, files=str(tmp_path), workdir="/work/here")
+    sandbox = await opened(backend, files=str(tmp_path), workdir="/data/here")
     assert await sandbox.read("sub/data") == b"given"
     await sandbox.write("sub/data", b"changed")
     assert (tmp_path / "sub" / "data").read_bytes() == b"given"
