@@ -20,6 +20,7 @@ from everlong.environments.sandboxes.opening import open_backend
 from everlong.environments.tasks.sources import RunTasks, read_run_tasks
 from everlong.ledger import EpisodeStore, Ledger, LedgerWriter, RunStarted, TokensDiscarded, TurnSampled
 from everlong.models.numerics_env import required_environment
+from everlong.models.source import find_model
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.cells.supervisor import WorkerProcess
 from everlong.orchestrator.conductor import Parts, RunConductor
@@ -30,13 +31,11 @@ from everlong.rollouts.harnesses.bash import BashHarness
 from everlong.rollouts.runner import EpisodeRunner, Sampling
 from everlong.storage import open_store
 
-MODEL_CONTEXT = 4096
-"""Of the toy and of the scripted model."""
-
 
 def make_sampling(config: RunConfig, engine: Engine) -> Sampling:
-    renderer = make_renderer(config)
-    context = config.engine.context(MODEL_CONTEXT)
+    source = find_model(config.model)
+    renderer = make_renderer(source, config.harness)
+    context = config.engine.context(source.shape.max_positions)
     return Sampling(
         engine=engine,
         renderer=renderer,

@@ -16,7 +16,7 @@ from everlong.contracts.records import SamplingParams
 from everlong.engines.config import EmbeddedConfig
 from everlong.environments.sandboxes.config import SandboxConfig
 from everlong.environments.tasks.config import TasksConfig
-from everlong.models.config import ModelConfig
+from everlong.models.config import ModelConfig, ToyModel
 from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
 from everlong.rollouts.config import HarnessConfig
 from everlong.trainer.config import LossConfig, OptimizerConfig, RatioConfig, SapoConfig, TrainerConfig, check_effective
@@ -69,7 +69,7 @@ class RunConfig(Config):
     """Where engine and trainer live: in a process of their own, or in the control process (needs torch there)."""
     threads: int | None = Field(None, ge=1)
     """Compute threads of the worker; None takes what the machine has."""
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = ToyModel()
     tasks: TasksConfig = TasksConfig()
     sandbox: SandboxConfig = SandboxConfig()
     harness: HarnessConfig = HarnessConfig()

@@ -1,4 +1,4 @@
-"""`everlong train` and `everlong resume`: from arguments to a finished run and its report."""
+"""`everlong train`, `everlong sft` and `everlong resume`: from arguments to a finished run and its report."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from everlong.cli.run_folder import RunFolder
 from everlong.cli.sinks import open_sinks
 from everlong.cli.toml import config_text
 from everlong.ledger import RunFinished
+from everlong.models.config import ScriptedModel
 from everlong.orchestrator.loop import run
 
 console = Console(stderr=True, highlight=False)
 
 
-def parse_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
+def parse_config(arguments: Sequence[str], command: str = "train") -> tuple[RunConfig, bool]:
     """The resolved config, and whether it is the quickstart's. Raises ValueError for a file that cannot be read."""
     from pydantic_config import ConfigFileError, cli
 
     quickstart = not any(argument.startswith("@") for argument in arguments)
     default = quickstart_config() if quickstart else None
     try:
-        config = cli(RunConfig, args=list(arguments), default=default, prog="everlong train")
+        config = cli(RunConfig, args=list(arguments), default=default, prog=f"everlong {command}")
     except ConfigFileError as error:
         raise ValueError(str(error)) from error
     if default is not None and config.tasks == default.tasks:  # they go where the run goes
@@ -40,7 +41,26 @@ def parse_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
 
 def train_command(arguments: list[str]) -> None:
     dry = "--dry-run" in arguments
-    config, quickstart = parse_config([a for a in arguments if a != "--dry-run"])
+    _start(*parse_config([a for a in arguments if a != "--dry-run"]), dry=dry)
+
+
+def sft_command(arguments: list[str]) -> None:
+    """Raises ValueError for a config without warm-up batches, or whose model does not train."""
+    dry = "--dry-run" in arguments
+    config, quickstart = parse_config([a for a in arguments if a != "--dry-run"], "sft")
+    _start(supervised_only(config), quickstart, dry=dry)
+
+
+def supervised_only(config: RunConfig) -> RunConfig:
+    """The run's warm-up without its RL batches."""
+    if not config.warmup.num_batches:
+        raise ValueError("sft trains the warm-up's batches and warmup.num_batches is 0: set it to 1 or more")
+    if isinstance(config.model, ScriptedModel):
+        raise ValueError("model.type=scripted has nothing to train: choose toy, smollm2, folder or hub")
+    return config.model_copy(update={"schedule": config.schedule.model_copy(update={"num_batches": 0})})
+
+
+def _start(config: RunConfig, quickstart: bool, *, dry: bool) -> None:
     if dry:
         print(config_text(config), end="")
         return
@@ -80,7 +100,7 @@ async def _train(config: RunConfig, folder: RunFolder, resume: bool) -> bool:
             if control.ledger.lifecycle.finished:
                 return False
             await run(control.scheduler, control.conductor, time.monotonic)
-            if config.model.type != "scripted" and not folder.checkpoint.exists():
+            if not isinstance(config.model, ScriptedModel) and not folder.checkpoint.exists():
                 await control.trainer.export(str(folder.checkpoint))
             await control.ledger.append(RunFinished())
     finally:
