@@ -54,7 +54,7 @@ def _torch_cell(config: RunConfig, source: ModelSource, store: ObjectStore) -> C
             shape.num_heads,
             shape.num_kv_heads,
         )
-    tokenizer = make_renderer(source, config.harness).tokenizer
+    tokenizer = make_renderer(config).tokenizer
     lease = asyncio.Lock()
     engine = TorchEngine(
         _build_model(config, source, tokenizer.vocab_size),
@@ -99,7 +99,7 @@ def _scripted_cell(config: RunConfig, source: ModelSource, store: ObjectStore) -
     from everlong.trainer.scripted import ScriptedTrainer
 
     assert isinstance(config.model, ScriptedModel)
-    renderer = make_renderer(source, config.harness)
+    renderer = make_renderer(config)
     engine = ScriptedEngine(
         _ScriptedPart(renderer, config.model.seed),
         WeightReader(store),

@@ -33,9 +33,8 @@ from everlong.storage import open_store
 
 
 def make_sampling(config: RunConfig, engine: Engine) -> Sampling:
-    source = find_model(config.model)
-    renderer = make_renderer(source, config.harness)
-    context = config.engine.context(source.shape.max_positions)
+    renderer = make_renderer(config)
+    context = config.engine.context(find_model(config.model).shape.max_positions)
     return Sampling(
         engine=engine,
         renderer=renderer,

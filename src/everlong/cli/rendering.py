@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 
-from everlong.models.source import ModelSource
-from everlong.rollouts.config import HarnessConfig
+from everlong.cli.config import RunConfig
+from everlong.models.source import ModelSource, find_model
 from everlong.rollouts.renderers.chatml import ChatML, Renderer
 from everlong.rollouts.renderers.tokenizers import ByteTokenizer, FileTokenizer
 
@@ -21,10 +21,11 @@ TEMPLATE = (
 """What ChatML renders without tools, for those who load the toy's checkpoint elsewhere."""
 
 
-def make_renderer(source: ModelSource, harness: HarnessConfig) -> Renderer:
+def make_renderer(config: RunConfig) -> Renderer:
     """Raises ValueError where the checkpoint's tokenizer lacks the special tokens of ChatML."""
+    source = find_model(config.model)
     tokenizer = ByteTokenizer() if source.folder is None else FileTokenizer(source.folder / "tokenizer.json")
-    return ChatML(tokenizer, harness.tool_syntax)
+    return ChatML(tokenizer, config.harness.tool_syntax)
 
 
 def checkpoint_companions(source: ModelSource) -> dict[str, bytes]:

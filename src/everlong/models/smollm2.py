@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,8 +44,9 @@ def smollm2_folder() -> Path:
     return folder
 
 
+@cache
 def check_hashes(folder: Path) -> None:
-    """Raises ValueError naming the first file that is not what was written."""
+    """Once per process. Raises ValueError naming the first file that is not what was written."""
     for name, expected in json.loads((folder / HASHES).read_text()).items():
         if not (folder / name).is_file() or _hash(folder / name) != expected:
             raise ValueError(f"{folder / name} is not the file that was written: delete {folder} to have it made again")
