@@ -29,7 +29,7 @@ _NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_LAYER_NAMES = {
+LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -97,9 +97,9 @@ def hf_name(name: str) -> str:
     prefix, _, rest = name.partition(".")
     layer, _, part = rest.partition(".")
     part = part.removesuffix(".weight")
-    if prefix != "blk" or part not in _LAYER_NAMES:
+    if prefix != "blk" or part not in LAYER_NAMES:
         raise ValueError(f"a llama has no tensor {name}")
-    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.weight"
+    return f"model.layers.{layer}.{LAYER_NAMES[part]}.weight"
 
 
 def half_split_rows(weight: np.ndarray, head_dim: int) -> np.ndarray:
