@@ -7,7 +7,6 @@ kept set is decided once, at sampling, and replayed from the record ever after (
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -25,8 +24,10 @@ def logits_of(hidden_TM: Tensor, head_weight_VM: Tensor, config: LlamaConfig, nu
     return logits
 
 
-RANKED = 1024
-"""Highest logits of a row that are sorted at first; the whole row, at eight times the cost, where these do not settle its set."""
+UNSETTLED = -1
+RANKED = (1024, 8192)
+"""Highest logits of a row that are sorted first, and next where these do not settle its set; the whole row is where neither
+does. Of 49,152 that costs 0.3, 0.9 and 3.8 ms."""
 
 
 def truncate(logits_TV: Tensor, temperature_T: Tensor, top_k_T: Tensor, top_p_T: Tensor) -> Tensor:
@@ -35,11 +36,12 @@ def truncate(logits_TV: Tensor, temperature_T: Tensor, top_k_T: Tensor, top_p_T:
     A token is kept while the mass before it is below top_p, so at least one is; of equal probabilities the lower id
     comes first. top_k 0 keeps all, and so does top_p 1. A row's set depends on that row alone.
     """
-    tempered = logits_TV / temperature_T[:, None]
-    size, lowest = _kept_size(tempered, top_k_T, top_p_T, min(RANKED, tempered.shape[-1]))
-    if (unsettled := size < 0).any():
-        rows = unsettled.nonzero()[:, 0]
-        size[rows], lowest[rows] = _kept_size(tempered[rows], top_k_T[rows], top_p_T[rows], tempered.shape[-1])
+    tempered = _temper(logits_TV, temperature_T)
+    size, lowest = torch.full_like(top_k_T, UNSETTLED), torch.zeros_like(temperature_T)
+    for num_ranked in (*RANKED, tempered.shape[-1]):
+        rows = (size == UNSETTLED).nonzero()[:, 0]
+        if rows.numel() and num_ranked <= tempered.shape[-1]:
+            size[rows], lowest[rows] = _kept_size(tempered[rows], top_k_T[rows], top_p_T[rows], num_ranked)
     above, equal = tempered > lowest[:, None], tempered == lowest[:, None]
     missing = size - above.sum(-1)
     if (rows := (equal.sum(-1) > missing).nonzero()[:, 0]).numel():
@@ -48,7 +50,7 @@ def truncate(logits_TV: Tensor, temperature_T: Tensor, top_k_T: Tensor, top_p_T:
 
 
 def _kept_size(tempered_TV: Tensor, top_k_T: Tensor, top_p_T: Tensor, num_ranked: int) -> tuple[Tensor, Tensor]:
-    """How many tokens a row keeps, int64 [T], and the lowest logit of these. -1 where `num_ranked` do not settle it."""
+    """How many tokens a row keeps, int64 [T], and the lowest logit of these; or UNSETTLED."""
     ranked, ids = tempered_TV.topk(num_ranked, dim=-1)
     limited = top_k_T > 0
     inside = ~limited[:, None] | (torch.arange(num_ranked) < top_k_T[:, None])
@@ -60,7 +62,7 @@ def _kept_size(tempered_TV: Tensor, top_k_T: Tensor, top_p_T: Tensor, num_ranked
     kept = inside & (before < top_p_T[:, None]) & (ranked > -torch.inf)
     size = kept.sum(-1)
     settled = ~kept[:, -1] & (top_k_T <= num_ranked) if num_ranked < tempered_TV.shape[-1] else torch.ones_like(limited)
-    return torch.where(settled, size, -1), ranked.gather(-1, (size - 1).clamp(min=0)[:, None])[:, 0]
+    return torch.where(settled, size, UNSETTLED), ranked.gather(-1, (size - 1).clamp(min=0)[:, None])[:, 0]
 
 
 def processed_log_softmax(logits_TV: Tensor, temperature_T: Tensor, keep_TV: Tensor | None) -> Tensor:
@@ -68,10 +70,15 @@ def processed_log_softmax(logits_TV: Tensor, temperature_T: Tensor, keep_TV: Ten
 
     The sum always runs over the whole row, so its bits do not depend on the size of the set.
     """
-    tempered = logits_TV / temperature_T[:, None]
+    tempered = _temper(logits_TV, temperature_T)
     if keep_TV is not None:
         tempered = tempered.masked_fill(~keep_TV, -torch.inf)
     return tempered.log_softmax(-1)
+
+
+def _temper(logits_TV: Tensor, temperature_T: Tensor) -> Tensor:
+    """The same bits whether or not the division by 1 is done, which is a pass over all logits each way."""
+    return logits_TV if bool((temperature_T == 1).all()) else logits_TV / temperature_T[:, None]
 
 
 def keep_mask(kept_ids_K: Tensor, offsets: Tensor, vocab_rows: int) -> Tensor:
@@ -137,8 +144,9 @@ def _chunk(
             raise ValueError(
                 f"kept set of token {first_token + token} lacks its id {int(labels[token])}: refuse the record"
             )
-    logprobs = processed_log_softmax(logits, temperature, keep).gather(-1, labels[:, None])[:, 0]
+    processed = processed_log_softmax(logits, temperature, keep)
+    logprobs = processed.gather(-1, labels[:, None])[:, 0]
     with torch.no_grad():
-        full = F.log_softmax(logits / temperature[:, None], -1)
+        full = processed if keep is None else processed_log_softmax(logits, temperature, None)
         entropy = -(full.exp() * full.clamp(min=-1e30)).sum(-1)
     return logprobs, entropy
