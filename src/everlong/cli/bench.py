@@ -6,8 +6,12 @@ better than the reference. Repeats of the two sides are interleaved, so that a n
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -49,11 +53,36 @@ def bench_command(name: str, out: Path | None) -> None:
         return
     if name not in benches:
         raise ValueError(f"there is no bench {name!r}: there are {', '.join(benches)}")
-    rows = benches[name][1]()
-    table = Table("case", "metric", "unit", "value", "reference", "its value", "ratio")
+    with only_one(Path(tempfile.gettempdir()) / "everlong-bench.lock"):
+        rows = benches[name][1]()
+    console.print(_table(rows))
+    if out is not None:
+        out.write_text(json.dumps(figures(name, rows), indent=2) + "\n")
+
+
+def figures(name: str, rows: Sequence[Row]) -> dict[str, object]:
+    """What `--json` writes."""
+    return {"bench": name, "rows": [asdict(row) for row in rows]}
+
+
+@contextmanager
+def only_one(path: Path) -> Generator[None]:
+    """Two benchmarks at once on one machine would measure each other. Raises BlockingIOError where one runs."""
+    with path.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(f"another bench runs on this machine and holds {path}: wait for its end") from error
+        yield
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    threads = os.environ.get("OMP_NUM_THREADS", "unset")
+    caption = (
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, OMP_NUM_THREADS {threads}; a ratio above 1 is better"
+    )
+    table = Table("case", "metric", "unit", "value", "reference", "its value", "ratio", caption=caption)
     for row in rows:
         cells = (f"{row.value:.4g}", row.reference, f"{row.reference_value:.4g}", f"{row.ratio:.2f}")
         table.add_row(row.case, row.metric, row.unit, *cells)
-    console.print(table)
-    if out is not None:
-        out.write_text(json.dumps({"bench": name, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+    return table

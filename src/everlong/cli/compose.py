@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -34,15 +34,13 @@ from everlong.storage import open_store
 
 def make_sampling(config: RunConfig, engine: Engine) -> Sampling:
     renderer = make_renderer(config)
-    context = config.engine.context(find_model(config.model).shape.max_positions)
+    context = config.context(find_model(config.model).shape.max_positions)
     return Sampling(
         engine=engine,
         renderer=renderer,
         params=config.sampling.params(renderer.stop_ids),
         run_seed=config.seed,
-        limits=SessionLimits(
-            max_turns=config.harness.max_turns, max_context=min(context, config.harness.max_context or context)
-        ),
+        limits=SessionLimits(max_turns=config.harness.max_turns, max_context=context),
     )
 
 
@@ -76,7 +74,7 @@ class CellPorts:
 
 
 @asynccontextmanager
-async def open_cell(config: RunConfig, folder: RunFolder) -> AsyncIterator[CellPorts]:
+async def open_cell(config: RunConfig, folder: RunFolder) -> AsyncGenerator[CellPorts]:
     """The cell in a process of its own, or in this one."""
     if config.worker == "inline":
         cell = build_cell(str(folder.config))
@@ -111,7 +109,7 @@ class Control:
 @asynccontextmanager
 async def open_control(
     config: RunConfig, folder: RunFolder, metrics: MetricSink, clock, *, resume: bool
-) -> AsyncIterator[Control]:
+) -> AsyncGenerator[Control]:
     """Everything open and brought to where the ledger says the run stands; closed in the other order."""
     tasks = read_run_tasks(config.tasks)
     async with AsyncExitStack() as stack:
@@ -169,7 +167,12 @@ def _parts(
     sampling = make_sampling(config, cell.engine)
     harness = BashHarness(config.harness)
     runner = EpisodeRunner(
-        tasks=tasks.by_id(), backend=backend, harness=harness, sampling=sampling, journal=LedgerJournal(writer)
+        tasks=tasks.by_id(),
+        backend=backend,
+        harness=harness,
+        sampling=sampling,
+        journal=LedgerJournal(writer),
+        ttl_s=config.sandbox.ttl_s,
     )
     traces = OracleTraces(
         tasks.train, renderer=sampling.renderer, harness=harness, backend=backend, store=store, config=config

@@ -9,14 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from everlong.cli.ineffective import refuse_ineffective
 from everlong.contracts.config import Config
 from everlong.contracts.records import SamplingParams
 from everlong.engines.config import EmbeddedConfig
 from everlong.environments.sandboxes.config import SandboxConfig
 from everlong.environments.tasks.config import TasksConfig
-from everlong.models.config import ModelConfig, ToyModel
+from everlong.models.config import ModelConfig, ScriptedModel, ToyModel
+from everlong.models.source import toy_config
 from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
 from everlong.rollouts.config import HarnessConfig
 from everlong.trainer.config import LossConfig, OptimizerConfig, RatioConfig, SapoConfig, TrainerConfig, check_effective
@@ -51,6 +53,15 @@ class WeightsConfig(Config):
     """URL of the object store that holds weights, checkpoints and episodes; None is the folder `store` of the run."""
     anchor_every: int = Field(10, ge=1)
     """Every so many versions one is published whole, so that a late engine needs few deltas."""
+
+    @field_validator("store")
+    @classmethod
+    def _outlives_a_process(cls, store: str | None) -> str | None:
+        if store is not None and store.startswith("memory:"):
+            raise ValueError(
+                "memory is shared by no two parts of a run and does not outlive it: give a folder or a URL"
+            )
+        return store
 
 
 class ObserveConfig(Config):
@@ -89,5 +100,30 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _effective(self) -> RunConfig:
-        check_effective(self.loss, self.ratio, self.trainer.updates_per_batch)
+        if self.model.type != "scripted":
+            check_effective(self.loss, self.ratio, self.trainer.updates_per_batch)
+        refuse_ineffective(self)
+        self._check_sizes()
         return self
+
+    def _check_sizes(self) -> None:
+        """What must fit together across parts. Raises ValueError."""
+        if not self.schedule.num_batches and not self.warmup.num_batches:
+            raise ValueError("there is nothing to train: schedule.num_batches and warmup.num_batches are both 0")
+        if isinstance(self.model, (ToyModel, ScriptedModel)):  # a checkpoint's is known when it is opened
+            self.context(toy_config().max_positions)
+        if self.schedule.num_batches and self.credit.min_verdicts > self.schedule.group_size:
+            raise ValueError(
+                f"a group of schedule.group_size={self.schedule.group_size} never has credit.min_verdicts="
+                f"{self.credit.min_verdicts} verdicts, so that nothing would train: raise one or lower the other"
+            )
+
+    def context(self, max_positions: int) -> int:
+        """Tokens of an episode, for a model of `max_positions`. Raises ValueError where the engine has not that many."""
+        context = self.engine.context(max_positions)
+        if (self.harness.max_context or 0) > context:
+            raise ValueError(
+                f"harness.max_context {self.harness.max_context} exceeds the {context} tokens of the engine: lower it, or "
+                "raise engine.max_context"
+            )
+        return min(context, self.harness.max_context or context)

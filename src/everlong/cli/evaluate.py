@@ -80,6 +80,7 @@ async def evaluate(
                 harness=BashHarness(config.harness),
                 sampling=make_sampling(config, cell.engine),
                 journal=NoAccount(),
+                ttl_s=config.sandbox.ttl_s,
             )
             try:
                 episodes = await _run_all(runner, tasks, attempts, config.schedule.max_running, status.policy_version)

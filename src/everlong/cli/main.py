@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 from rich.console import Console
+from rich.markup import escape
 
 import everlong
 from everlong.contracts.errors import EverlongError
@@ -25,16 +27,9 @@ app.command(ledger_app)
 Tokens = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 
 
-@app.command
+@app.command(help_flags=(), version_flags=())
 def train(*arguments: Tokens) -> None:
-    """Train. Without arguments: the quickstart, a small model on terminal tasks, in a few minutes on two cores.
-
-    everlong train                                          the quickstart
-    everlong train @ run.toml                               a run described by a file
-    everlong train @ run.toml --sampling.temperature 0.8    with one setting changed
-    everlong train @ run.toml --dry-run                     print the resolved file and stop
-    everlong train --help                                   every setting, its default and what it does
-    """
+    """Train. Without a file: the quickstart. `everlong train --help` shows every setting."""
     from everlong.cli.train import train_command
 
     train_command(list(arguments))
@@ -241,13 +236,11 @@ def ledger_check(run: Path) -> None:
     check_command(run)
 
 
-def main() -> None:
-    """The `everlong` command. An error that a user can cause is one message, not a traceback; exit code 2 for bad input."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The `everlong` command; None takes the arguments of the process. An error that a user can cause is one message, not a traceback; exit code 2 for bad input."""
     try:
-        app()
-    except (EverlongError, ValueError, FileNotFoundError, FileExistsError) as error:
-        Console(stderr=True, highlight=False).print(f"[red]error:[/red] {error}", markup=True)
+        app(arguments)
+    except (EverlongError, ValueError, OSError) as error:
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console.print("[red]error:[/red]", escape(str(error)))
         sys.exit(2 if isinstance(error, ValueError) else 1)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("stopped; `everlong resume RUN` goes on from here")
-        sys.exit(130)

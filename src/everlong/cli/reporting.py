@@ -1,19 +1,30 @@
-"""The report of a run: curves as PNG, and one page with curves, evaluations, ledger, timings and a few episodes."""
+"""The report of a run: curves as PNG, and one page with what was trained, curves, evaluations, ledger and episodes."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
+from everlong.cli.config import RunConfig
 from everlong.cli.rendering import make_renderer
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.records import Episode, Purpose
 from everlong.ledger import EpisodeStore, EpisodeView, check_ledger, read_lifecycle
-from everlong.observe import EpisodeText, TurnText, plot_curves, write_report
+from everlong.observe import (
+    EpisodeText,
+    TurnText,
+    plot_panels,
+    read_evaluations,
+    read_panels,
+    read_points,
+    write_report,
+)
 from everlong.rollouts.renderers.tokenizers import Tokenizer
 from everlong.storage import open_store
 
 NUM_EPISODES = 4
-CURVES = ("reward", "success", "entropy", "grad_norm")
+MODELS = {"toy": "llama of 1.5M parameters over bytes, from random weights", "scripted": "scripted answers, no weights"}
 
 
 def write_run_report(folder: RunFolder) -> Path:
@@ -21,14 +32,59 @@ def write_run_report(folder: RunFolder) -> Path:
     config = folder.read_config()
     store = EpisodeStore(open_store(folder.store_url(config)))
     tokenizer = make_renderer(config).tokenizer
-    views = read_lifecycle(folder.ledger).episodes.values()
-    episodes = [
-        episode_text(store.get(view.payload_key, view.payload_hash), tokenizer) for view in _telling(list(views))
-    ]
-    if folder.metrics.exists():
-        plot_curves(folder.metrics, folder.path / "curves.png", metrics=CURVES)
+    views = list(read_lifecycle(folder.ledger).episodes.values())
+    episodes = [episode_text(store.get(view.payload_key, view.payload_hash), tokenizer) for view in _telling(views)]
+    if panels := read_panels(read_points(folder.metrics)):
+        plot_panels(panels, folder.path / "curves.png")
     balance = check_ledger(folder.ledger).balance
-    return write_report(folder.path, balance=balance.tables(), episodes=episodes)
+    return write_report(folder.path, summary=summarize(config, views), balance=balance.tables(), episodes=episodes)
+
+
+def success_lines(folder: RunFolder) -> list[str]:
+    """Held-out success before and after the RL batches, with intervals, for the terminal. Empty without evaluation."""
+    evaluations = read_evaluations(read_points(folder.metrics))
+    if not evaluations:
+        return []
+    first, last = evaluations[0], evaluations[-1]
+    shown = [("before RL", first)] if first is last else [("before RL", first), ("after RL", last)]
+    title = "held-out success, in brackets the 95 % interval:"
+    return [title, *(f"  {when:9}  {one.text} of {one.episodes} episodes" for when, one in shown)]
+
+
+def summarize(config: RunConfig, views: Sequence[EpisodeView]) -> dict[str, str]:
+    """What was trained and how, a sentence per part."""
+    schedule, warmup, optimizer = config.schedule, config.warmup, config.optimizer
+    warm_rate = optimizer.supervised_learning_rate or optimizer.learning_rate
+    per_batch = f"{schedule.groups_per_batch} tasks with {schedule.group_size} attempts each"
+    summary = {
+        "model": MODELS[config.model.type],
+        "tasks": f"trained: {_kinds(views, Purpose.TRAIN)}. Held out: {_kinds(views, Purpose.EVAL)}.",
+        "agent": f"answers with a bash command per turn until it says it is done, at most {config.harness.max_turns} turns; "
+        "a verifier in the sandbox gives the reward of 0 or 1",
+    }
+    if warmup.num_batches:
+        summary["warm-up"] = (
+            f"{warmup.num_batches} batches of {warmup.traces_per_batch} oracle traces, imitated; learning rate {warm_rate:g}"
+        )
+    summary["RL"] = (
+        f"{schedule.num_batches} batches of {per_batch}; {config.loss.type.upper()} on credit against the group's mean; "
+        f"learning rate {optimizer.learning_rate:g}"
+    )
+    return summary
+
+
+def _kinds(views: Sequence[EpisodeView], purpose: Purpose) -> str:
+    """Example: "90 tasks (make-folder 30, write-word 60)"."""
+    tasks = {view.task for view in views if view.purpose is purpose}
+    if not tasks:
+        return "none yet"
+    kinds = Counter(kind_of(task) for task in tasks)
+    return f"{len(tasks)} tasks ({', '.join(f'{kind} {count}' for kind, count in sorted(kinds.items()))})"
+
+
+def kind_of(task: str) -> str:
+    """Of "terminal/write-word/17": what stands before the number."""
+    return task.rsplit("/", 2)[-2] if task.count("/") >= 2 else task.partition("/")[0]
 
 
 def _telling(views: list[EpisodeView]) -> list[EpisodeView]:
@@ -37,16 +93,38 @@ def _telling(views: list[EpisodeView]) -> list[EpisodeView]:
     wanted = []
     for ordered in (graded, graded[::-1]):
         for good in (False, True):
-            wanted += [view for view in ordered if (view.reward or 0) >= 1 == good][:1]
+            wanted += [view for view in ordered if ((view.reward or 0.0) >= 1.0) is good][:1]
     return list({view.episode: view for view in wanted}.values())[:NUM_EPISODES]
 
 
 def episode_text(episode: Episode, tokenizer: Tokenizer) -> EpisodeText:
-    turns = []
+    turns: list[TurnText] = []
     for turn in episode.turns:
-        turns.append(TurnText(role="context", text=tokenizer.decode(turn.context.ids.tolist())))
-        turns.append(TurnText(role="assistant", text=tokenizer.decode(turn.sampled.ids.tolist())))
-    reward = "no verdict" if episode.reward is None else f"reward {episode.reward:g}"
+        turns += context_turns(turn.context.ids.tolist(), tokenizer)
+        said = tokenizer.decode(turn.sampled.ids.tolist())
+        turns.append(TurnText(role="assistant", text=said or "(said nothing)"))
+    versions = [int(turn.sampled.versions[0]) for turn in episode.turns if len(turn.sampled)]
+    policy = f", policy version {versions[0]}" if versions else ""
+    verdict = "no verdict" if episode.reward is None else f"reward {episode.reward:g}"
     return EpisodeText(
-        title=f"{episode.id}  {episode.order.task}", outcome=f"{episode.reason}, {reward}", turns=tuple(turns)
+        title=f"{kind_of(episode.order.task)}{policy}, {episode.id}, ended: {episode.reason}",
+        outcome=verdict,
+        succeeded=None if episode.reward is None else episode.reward >= 1,
+        turns=tuple(turns),
     )
+
+
+def context_turns(ids: Sequence[int], tokenizer: Tokenizer) -> list[TurnText]:
+    """The messages that a ChatML context adds; the header of the answer that follows is none."""
+    start, end = tokenizer.special("<|im_start|>"), tokenizer.special("<|im_end|>")
+    found, body, inside = [], [], False
+    for token in ids:
+        if token == end and inside:
+            role, _, text = tokenizer.decode(body).partition("\n")
+            found.append(TurnText(role=role, text=text or "(printed nothing)"))
+            inside = False
+        elif token == start:
+            body, inside = [], True
+        else:
+            body.append(token)
+    return found

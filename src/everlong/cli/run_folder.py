@@ -33,17 +33,21 @@ class RunFolder:
     def store_url(self, config: RunConfig) -> str:
         return config.weights.store or str(self.path / "store")
 
-    def create(self, config: RunConfig) -> None:
-        """Make the folder and write the config. Raises FileExistsError where a run lies there."""
+    def refuse_run(self) -> None:
+        """Raises FileExistsError where a run lies there."""
         if self.config.exists():
             raise FileExistsError(
                 f"{self.path} holds a run already: `everlong resume {self.path}` goes on with it, or choose another --output"
             )
+
+    def create(self, config: RunConfig) -> None:
+        """Make the folder and write the config. Raises FileExistsError where a run lies there."""
+        self.refuse_run()
         self.path.mkdir(parents=True, exist_ok=True)
         write_config(config, self.config)
 
     def read_config(self) -> RunConfig:
-        """Raises FileNotFoundError where there is no run."""
+        """Raises FileNotFoundError where there is no run, ValueError where its config is damaged."""
         if not self.config.is_file():
             raise FileNotFoundError(f"expected a run's folder with config.toml, found none in {self.path}")
         return read_config(self.config)

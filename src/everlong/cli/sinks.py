@@ -16,5 +16,5 @@ def open_sinks(config: RunConfig, folder: RunFolder) -> MetricSink:
         num_batches = config.warmup.num_batches + config.schedule.num_batches
         plain = config.observe.progress == "plain"
         terminal = Console(stderr=True, force_terminal=False if plain else None)
-        sinks.append(ConsoleSink(num_batches, terminal))
+        sinks.append(ConsoleSink(num_batches, config.warmup.num_batches, terminal))
     return FanOut(*sinks)

@@ -7,7 +7,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from everlong.cli.config import RunConfig
+from everlong.cli.mistakes import explain
 from everlong.environments.tasks.toml_writer import write_toml
 
 
@@ -23,7 +26,13 @@ def write_config(config: RunConfig, path: Path) -> None:
 
 
 def read_config(path: Path) -> RunConfig:
-    return RunConfig.model_validate(tomllib.loads(path.read_text()))
+    """Raises ValueError that names the file where it is no TOML or no run's config."""
+    try:
+        return RunConfig.model_validate(tomllib.loads(path.read_text()))
+    except ValidationError as error:
+        raise ValueError(f"{path}: {explain(error)}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -4,51 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from everlong.cli.arguments import DRY_RUN, parse_config
 from everlong.cli.compose import open_control
 from everlong.cli.config import RunConfig
-from everlong.cli.quickstart import prepare_quickstart, quickstart_config, quickstart_tasks
-from everlong.cli.reporting import write_run_report
+from everlong.cli.quickstart import prepare_quickstart
+from everlong.cli.reporting import success_lines, write_run_report
 from everlong.cli.run_folder import RunFolder
 from everlong.cli.sinks import open_sinks
 from everlong.cli.toml import config_text
-from everlong.ledger import RunFinished
+from everlong.environments.tasks.sources import read_run_tasks
+from everlong.ledger import Ledger, RunFinished
 from everlong.models.config import ScriptedModel
 from everlong.orchestrator.loop import run
 
 console = Console(stderr=True, highlight=False)
 
-
-def parse_config(arguments: Sequence[str], command: str = "train") -> tuple[RunConfig, bool]:
-    """The resolved config, and whether it is the quickstart's. Raises ValueError for a file that cannot be read."""
-    from pydantic_config import ConfigFileError, cli
-
-    quickstart = not any(argument.startswith("@") for argument in arguments)
-    default = quickstart_config() if quickstart else None
-    try:
-        config = cli(RunConfig, args=list(arguments), default=default, prog=f"everlong {command}")
-    except ConfigFileError as error:
-        raise ValueError(str(error)) from error
-    if default is not None and config.tasks == default.tasks:  # they go where the run goes
-        config = config.model_copy(update={"tasks": quickstart_tasks(config.output)})
-    return config, quickstart
+STOPPED = 130
+"""Exit code after Ctrl-C or SIGTERM, as a shell reports it."""
 
 
 def train_command(arguments: list[str]) -> None:
-    dry = "--dry-run" in arguments
-    _start(*parse_config([a for a in arguments if a != "--dry-run"]), dry=dry)
+    _start(parse_config([word for word in arguments if word != DRY_RUN]), dry=DRY_RUN in arguments)
 
 
 def sft_command(arguments: list[str]) -> None:
     """Raises ValueError for a config without warm-up batches, or whose model does not train."""
-    dry = "--dry-run" in arguments
-    config, quickstart = parse_config([a for a in arguments if a != "--dry-run"], "sft")
-    _start(supervised_only(config), quickstart, dry=dry)
+    config = parse_config([word for word in arguments if word != DRY_RUN], "sft")
+    _start(supervised_only(config), dry=DRY_RUN in arguments)
 
 
 def supervised_only(config: RunConfig) -> RunConfig:
@@ -60,49 +48,72 @@ def supervised_only(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"schedule": config.schedule.model_copy(update={"num_batches": 0})})
 
 
-def _start(config: RunConfig, quickstart: bool, *, dry: bool) -> None:
+def _start(config: RunConfig, *, dry: bool) -> None:
     if dry:
         print(config_text(config), end="")
         return
     folder = RunFolder(config.output)
-    if quickstart:
-        prepare_quickstart(config, folder)
+    folder.refuse_run()
+    prepare_quickstart(config, folder)
+    _check_tasks(config)
     folder.create(config)
     console.print(f"run {folder.path}")
     _drive(config, folder, resume=False)
 
 
+def _check_tasks(config: RunConfig) -> None:
+    """Before anything of the run exists. Raises ValueError for tasks that cannot be read, and for none."""
+    tasks = read_run_tasks(config.tasks)
+    if not len(tasks.train) and (config.schedule.num_batches or config.warmup.num_batches):
+        raise ValueError("there are batches to train but no training tasks: give tasks.train a folder with tasks")
+
+
 def resume_command(path: Path) -> None:
     folder = RunFolder(path)
     config = folder.read_config()
+    if _is_finished(folder):
+        console.print(f"finished already: {folder.path}", soft_wrap=True)
+        return
     console.print(f"resume {folder.path}")
     _drive(config, folder, resume=folder.ledger.exists())
 
 
+def _is_finished(folder: RunFolder) -> bool:
+    """Raises LedgerError, with its process id, where another process drives the run."""
+    if not folder.ledger.exists():
+        return False
+    ledger = Ledger.open(folder.ledger)
+    try:
+        return ledger.lifecycle.finished
+    finally:
+        ledger.close()
+
+
 def _drive(config: RunConfig, folder: RunFolder, *, resume: bool) -> None:
-    finished = asyncio.run(_train(config, folder, resume))
-    if finished:
-        report = write_run_report(folder)
-        console.print(f"checkpoint {folder.checkpoint}" if folder.checkpoint.exists() else "", end="\n")
-        console.print(f"report {report}")
-    else:
-        console.print(f"the run {folder.path} is finished already")
+    try:
+        asyncio.run(_train(config, folder, resume))
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        console.print(f"stopped; `everlong resume {folder.path}` goes on from here", markup=False)
+        sys.exit(STOPPED)
+    report = write_run_report(folder)
+    for line in success_lines(folder):
+        console.print(line, style="bold")
+    if folder.checkpoint.exists():
+        console.print(f"checkpoint  {folder.checkpoint}")
+    console.print(f"report      {report}")
 
 
-async def _train(config: RunConfig, folder: RunFolder, resume: bool) -> bool:
-    """Drive the run to its end; False where it had ended before. SIGTERM stops it like Ctrl-C: resumable."""
+async def _train(config: RunConfig, folder: RunFolder, resume: bool) -> None:
+    """Drive the run to its end. SIGTERM stops it like Ctrl-C: resumable."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     sinks = open_sinks(config, folder)
     try:
         async with open_control(config, folder, sinks, time.monotonic, resume=resume) as control:
-            if control.ledger.lifecycle.finished:
-                return False
             await run(control.scheduler, control.conductor, time.monotonic)
             if not isinstance(config.model, ScriptedModel) and not folder.checkpoint.exists():
                 await control.trainer.export(str(folder.checkpoint))
             await control.ledger.append(RunFinished())
     finally:
         sinks.close()
-    return True

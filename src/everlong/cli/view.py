@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from rich.tree import Tree
 
@@ -37,7 +37,8 @@ def view_command(run: Path, episode: str) -> None:
 
 
 def _listing(views: list[EpisodeView]) -> Table:
-    table = Table("episode", "task", "state", "reason", "reward", "turns' tokens", "trained")
+    # an id that was cut or broken could not be copied
+    table = Table(Column("episode", no_wrap=True), "task", "state", "reason", "reward", "turns' tokens", "trained")
     for view in views[-MAX_ROWS:]:
         reward = "–" if view.reward is None else f"{view.reward:g}"
         table.add_row(

@@ -187,7 +187,7 @@ class ObjectStore(Protocol):
         """Raises NotFound."""
         ...
 
-    def list(self, prefix: str) -> list[str]:
+    def list(self, prefix: str) -> list[str]:  # ty: ignore[invalid-type-form]  # the method hides the type
         """Every key below the prefix, sorted."""
         ...
 

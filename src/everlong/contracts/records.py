@@ -326,7 +326,7 @@ def _encode_foreign(value: object) -> object:
 
 def _decode_foreign(kind: type, value: object) -> object:
     if kind is np.ndarray:
-        dtype, shape, raw = value  # type: ignore[misc]
+        dtype, shape, raw = value  # ty: ignore[not-iterable]
         return np.frombuffer(raw, np.dtype(dtype)).reshape(shape)
     raise TypeError(f"cannot read a {kind.__name__} from the wire")
 

@@ -64,7 +64,7 @@ def _bucket(
     # a padded query repeats the segment's last one, so it sees at least one key; its result is dropped
     places = np.minimum(places, lengths[:, None] - 1)
     tensors = (starts[:, None] + places, keys, first[:, None] + places, real)
-    return tuple(torch.from_numpy(np.ascontiguousarray(t)) for t in tensors)  # type: ignore[return-value]
+    return tuple(torch.from_numpy(np.ascontiguousarray(t)) for t in tensors)  # ty: ignore[invalid-explicit-return]
 
 
 def _path(segment: tuple[int, int, int], segments: Sequence[tuple[int, int, int]]) -> np.ndarray:

@@ -1,23 +1,33 @@
 """What is measured and where it goes: metrics that know how to reduce, sinks, curves, and the report of a run."""
 
 from everlong.observe.console import ConsoleSink
+from everlong.observe.intervals import success_text, wilson_interval
 from everlong.observe.metrics import Measure, Metrics, Reduce
-from everlong.observe.plots import plot_curves
-from everlong.observe.report import EpisodeText, TurnText, write_report
+from everlong.observe.plots import Panel, Series, draw_panels, plot_panels, read_panels
+from everlong.observe.report import EpisodeText, Evaluation, TurnText, read_evaluations, read_timings, write_report
 from everlong.observe.sinks import FanOut, JsonlSink, MemorySink, Point, read_points
 
 __all__ = [
     "ConsoleSink",
     "EpisodeText",
+    "Evaluation",
     "FanOut",
     "JsonlSink",
     "Measure",
     "MemorySink",
     "Metrics",
+    "Panel",
     "Point",
     "Reduce",
+    "Series",
     "TurnText",
-    "plot_curves",
+    "draw_panels",
+    "plot_panels",
+    "read_evaluations",
+    "read_panels",
     "read_points",
+    "read_timings",
+    "success_text",
+    "wilson_interval",
     "write_report",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,17 +10,19 @@ from pathlib import Path
 import jinja2
 
 from everlong.contracts.records import Record
-from everlong.observe.console import BATCH, EVAL, format_duration
-from everlong.observe.plots import plot_curves
+from everlong.observe.console import BATCH, EVAL, WARMUP, format_duration
+from everlong.observe.intervals import success_text, wilson_interval
+from everlong.observe.plots import Panel, draw_panels, read_panels
 from everlong.observe.sinks import Point, read_points
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.toml"
 REPORT_FILE = "report.html"
 
-REWARD = "reward"
 SECONDS = "seconds/"
 """Names of timings begin with this."""
+TRAINING_PARTS = ("forward", "backward", "optimizer")
+"""What the trainer times within `seconds/training`."""
 
 
 class TurnText(Record, frozen=True, kw_only=True):
@@ -40,26 +41,58 @@ class EpisodeText(Record, frozen=True, kw_only=True):
     outcome: str
     """Reason and reward."""
     turns: tuple[TurnText, ...]
+    succeeded: bool | None = None
+    """None where nobody judged."""
+
+
+class Evaluation(Record, frozen=True, kw_only=True):
+    """Held-out tasks at one moment of the run, with the 95 % interval of the success."""
+
+    num_batches: int
+    """RL batches before it."""
+    success: float
+    episodes: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return wilson_interval(self.success * self.episodes, self.episodes)
+
+    @property
+    def text(self) -> str:
+        return success_text(self.success, self.episodes)
+
+
+def read_evaluations(points: Sequence[Point]) -> list[Evaluation]:
+    """In the order of the run; of one that was written twice, the later counts. Those without episodes are left out."""
+    found = {}
+    for point in points:
+        success, episodes = point.values.get("success"), point.values.get("episodes")
+        if point.axis == EVAL and success is not None and episodes:
+            found[point.step] = Evaluation(num_batches=point.step, success=success, episodes=int(episodes))
+    return [found[step] for step in sorted(found)]
 
 
 def write_report(
     run_folder: str | Path,
     *,
+    summary: Mapping[str, str],
     balance: Mapping[str, Mapping[str, int]],
     episodes: Sequence[EpisodeText] = (),
 ) -> Path:
     """Write `report.html` into the run's folder, from its `metrics.jsonl` and `config.toml`; the path of the report.
 
-    `balance`: the ledger's counts, by table and row. Parts that the run does not have yet are left out and said to be.
+    `summary`: what was trained and how, a sentence per part. `balance`: the ledger's counts, by table and row. Parts
+    that the run does not have yet are left out and said to be.
     """
     folder = Path(run_folder)
     points = read_points(folder / METRICS_FILE)
     html = _template().render(
         name=folder.resolve().name,
-        curve=_curve(folder / METRICS_FILE, points),
-        evals=_eval_table(points),
+        summary=summary,
+        panels=[(panel.title, _picture(panel)) for panel in read_panels(points)],
+        evaluations=read_evaluations(points),
         balance=balance,
-        timings=_timings(points),
+        timings=read_timings(points),
         episodes=episodes,
         config=(folder / CONFIG_FILE).read_text() if (folder / CONFIG_FILE).exists() else "",
     )
@@ -68,38 +101,52 @@ def write_report(
     return report
 
 
+def read_timings(points: Sequence[Point]) -> list[list[str]]:
+    """Where the time went: a header, a row per part and the sum, by phase of the run. Empty where nothing was timed.
+
+    What the trainer times within its batches is indented below and not added again.
+    """
+    totals: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for point in points:
+        for name, value in point.values.items():
+            if name.startswith(SECONDS) and value is not None and (phase := _phase(point)):
+                totals[name.removeprefix(SECONDS)][phase] += value
+    if not totals:
+        return []
+    phases = [phase for phase in ("warm-up", "RL", "evaluation") if any(phase in row for row in totals.values())]
+    inner = [part for part in TRAINING_PARTS if part in totals and "training" in totals]
+    outer = sorted((part for part in totals if part not in inner), key=lambda part: -sum(totals[part].values()))
+    rows = []
+    for part in outer:
+        rows.append(_timing_row(part, totals[part], phases))
+        if part == "training":
+            rows += [_timing_row(f"– of it {name}", totals[name], phases) for name in inner]
+    added = {phase: sum(totals[part][phase] for part in outer) for phase in phases}
+    return [["", *phases, "together"], *rows, _timing_row("together", added, phases)]
+
+
+def _timing_row(name: str, seconds: Mapping[str, float], phases: Sequence[str]) -> list[str]:
+    cells = [_duration(seconds.get(phase)) for phase in phases]
+    return [name, *cells, _duration(sum(seconds.values()))]
+
+
+def _duration(seconds: float | None) -> str:
+    if not seconds:
+        return "–"
+    return format_duration(seconds) if seconds >= 10 else f"{seconds:.1f} s"
+
+
+def _phase(point: Point) -> str:
+    if point.axis == BATCH:
+        return "warm-up" if point.values.get(WARMUP) else "RL"
+    return "evaluation" if point.axis == EVAL else ""
+
+
 def _template() -> jinja2.Template:
     source = Path(__file__).with_name("report.html.jinja").read_text()
     return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
 
 
-def _curve(metrics: Path, points: Sequence[Point]) -> str:
-    """The reward curves as a data URI; empty where no reward was measured."""
-    if not any(point.values.get(REWARD) is not None for point in points):
-        return ""
-    with tempfile.NamedTemporaryFile(suffix=".png") as png:
-        plot_curves(metrics, png.name, metrics=(REWARD,))
-        return "data:image/png;base64," + base64.b64encode(Path(png.name).read_bytes()).decode()
-
-
-def _eval_table(points: Sequence[Point]) -> list[list[str]]:
-    """A header and one row per evaluation, the last written for each."""
-    evals = {point.step: point.values for point in points if point.axis == EVAL}
-    names = sorted({name for values in evals.values() for name in values})
-    rows = [[str(step), *(_cell(evals[step].get(name)) for name in names)] for step in sorted(evals)]
-    return [["eval", *names], *rows] if rows else []
-
-
-def _timings(points: Sequence[Point]) -> dict[str, str]:
-    """Where the time of the batches went."""
-    totals: defaultdict[str, float] = defaultdict(float)
-    for point in points:
-        if point.axis == BATCH:
-            for name, value in point.values.items():
-                if name.startswith(SECONDS) and value is not None:
-                    totals[name.removeprefix(SECONDS)] += value
-    return {name: format_duration(seconds) for name, seconds in sorted(totals.items(), key=lambda item: -item[1])}
-
-
-def _cell(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
+def _picture(panel: Panel) -> str:
+    """As a data URI."""
+    return "data:image/png;base64," + base64.b64encode(draw_panels([panel])).decode()

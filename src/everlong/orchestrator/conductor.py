@@ -16,7 +16,7 @@ import numpy as np
 
 from everlong.contracts.errors import LedgerError, Reason, WorkerDied
 from everlong.contracts.ports import Engine, MetricSink, Trainer
-from everlong.contracts.records import Episode, EpisodeOrder, Purpose, TrainBatch, Verdict
+from everlong.contracts.records import Episode, EpisodeOrder, Purpose, TrainBatch, TrainReport, Verdict
 from everlong.ledger.episodes import EpisodeStore
 from everlong.ledger.facts import (
     BatchClosed,
@@ -33,14 +33,11 @@ from everlong.ledger.facts import (
 from everlong.ledger.facts import (
     EngineUpdated as EngineUpdatedFact,
 )
-from everlong.ledger.facts import (
-    EpisodeEnded as EpisodeEndedFact,
-)
 from everlong.ledger.lifecycle import EpisodeView
 from everlong.ledger.writer import LedgerWriter
 from everlong.orchestrator import events
 from everlong.orchestrator.batches import BatchMaker
-from everlong.orchestrator.outcomes import eval_outcome, train_outcomes
+from everlong.orchestrator.outcomes import eval_outcome, replaced_outcome, train_outcomes
 from everlong.trajectories.packing import PackedBatch
 
 WarmupBatch = Callable[[int], Awaitable[TrainBatch]]
@@ -66,6 +63,19 @@ class Parts:
     """True once the worker process is gone: then no episode's failure is its own."""
 
 
+class Stopwatch:
+    """Seconds by part, each from the lap before."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._last_s = clock, clock()
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def lap(self, part: str) -> None:
+        now_s = self._clock()
+        self.seconds[f"seconds/{part}"] += now_s - self._last_s
+        self._last_s = now_s
+
+
 class RunConductor:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -75,12 +85,16 @@ class RunConductor:
         self._cancelled: dict[str, Reason] = {}
         self._dropped: set[int] = set()
         self._kept: dict[str, Episode] = {}
+        self._sampling_since: float | None = None
+        """When the first episode of the round or evaluation under way was ordered; None between rounds."""
 
     # Actions ---------------------------------------------------------------------------------------------------------
 
     def begin(self, action: events.Action) -> None:
         match action:
             case events.RunEpisode():
+                if self._sampling_since is None:
+                    self._sampling_since = self._parts.clock()
                 self._spawn(self._run_episode(action.order))
             case events.CancelEpisode():
                 self._cancelled[action.episode] = action.reason
@@ -138,7 +152,8 @@ class RunConductor:
         if self._parts.worker_lost():
             raise WorkerDied("the worker process is gone; `everlong resume RUN` goes on from what is stored")
         await self._store(episode)
-        return events.EpisodeEnded(self._parts.clock(), order, episode.reason, episode.reward, error=episode.error)
+        error = episode.error or episode.verdict.output
+        return events.EpisodeEnded(self._parts.clock(), order, episode.reason, episode.reward, error)
 
     def _opening_facts(self, order: EpisodeOrder) -> list[Fact]:
         facts: list[Fact] = []
@@ -200,19 +215,23 @@ class RunConductor:
                 payload_hash=digest,
             )
         ]
+        view, dropped = self._parts.ledger.lifecycle.episodes[order.episode], order.group in self._dropped
         if order.purpose is Purpose.EVAL:
-            facts.append(eval_outcome(episode))
-        elif order.group in self._dropped:
-            facts.append(_replaced(order.episode, episode.num_sampled))
+            facts.append(eval_outcome(episode, view))
+        elif dropped:
+            facts.append(replaced_outcome(view))
         await self._parts.ledger.append(*facts)
-        self._kept[order.episode] = episode
+        if order.purpose is Purpose.EVAL or not dropped:
+            self._kept[order.episode] = episode
 
     async def _drop_group(self, group: int) -> None:
-        """Members that ended are cancelled now, the others when they end."""
+        """Members that ended, or that a crash interrupted, are cancelled now, the others when they end."""
         self._dropped.add(group)
-        members = self._members(Purpose.TRAIN, group)
-        ended = [_replaced(m.episode, m.num_sampled) for m in members if m.state is EpisodeState.FINISHED]
-        await self._parts.ledger.append(*ended)
+        idle = (EpisodeState.FINISHED, EpisodeState.INTERRUPTED)
+        members = [member for member in self._members(Purpose.TRAIN, group) if member.state in idle]
+        for member in members:
+            self._kept.pop(member.episode, None)
+        await self._parts.ledger.append(*(replaced_outcome(member) for member in members))
 
     def _members(self, purpose: Purpose, group: int) -> list[EpisodeView]:
         lifecycle = self._parts.ledger.lifecycle
@@ -240,14 +259,15 @@ class RunConductor:
         """
         status = await self._parts.trainer.restore()
         lifecycle = self._parts.ledger.lifecycle
-        recorded = lifecycle.num_trained
+        # Not `num_trained`, which falls back when batches are trained again: a process may have died while it did so.
+        recorded = sum(batch.policy_version is not None for batch in lifecycle.batches.values())
         if status.num_batches > recorded + 1:
             raise LedgerError(
                 f"the newest checkpoint holds {status.num_batches} batches, the ledger knows {recorded}: "
                 "they belong to different runs"
             )
         behind = min(status.num_batches, recorded)
-        await self._parts.ledger.append(RunResumed(num_batches=behind if behind < recorded else None))
+        await self._parts.ledger.append(RunResumed(num_batches=behind if behind < lifecycle.num_trained else None))
         for batch in range(behind, recorded):
             report = await self._parts.trainer.train(await self._packed_again(batch))
             await self._parts.ledger.append(BatchTrained(batch=batch, policy_version=report.policy_version))
@@ -264,27 +284,49 @@ class RunConductor:
         return (await asyncio.to_thread(self._parts.batches.make, batch, episodes))[1].train_batch
 
     async def _warm_up(self, action: events.WarmUp) -> events.Event:
+        watch = Stopwatch(self._parts.clock)
         batch = await self._parts.warmup_batch(action.batch)
+        watch.lap("traces")
         await self._close_batch(action.batch, ())
-        report = await self._parts.trainer.train(batch)
-        if action.save:
-            await self._parts.trainer.save()
+        report = await self._train(batch, action.save, watch)
         await self._record_trained(action.batch, {}, None, report.policy_version)
-        self._parts.metrics.log("batch", action.batch, {**report.metrics, "phase/warmup": 1.0})
+        watch.lap("recording")
+        self._parts.metrics.log("batch", action.batch, {**report.metrics, **watch.seconds, "phase/warmup": 1.0})
         return events.BatchDone(self._parts.clock(), action.batch, report.policy_version)
 
     async def _train_groups(self, action: events.TrainGroups) -> events.Event:
+        sampling = self._sampling_metrics(action.groups, Purpose.TRAIN)
+        watch = Stopwatch(self._parts.clock)
         groups = {group: await self._group(Purpose.TRAIN, group) for group in action.groups}
         scored, packed = await asyncio.to_thread(self._parts.batches.make, action.batch, groups)
+        watch.lap("packing")
         await self._close_batch(action.batch, action.groups)
-        report = await self._parts.trainer.train(packed.train_batch)
-        if action.save:
-            await self._parts.trainer.save()
+        report = await self._train(packed.train_batch, action.save, watch)
         await self._record_trained(action.batch, groups, packed, report.policy_version)
-        values = {**_reward_metrics(groups), **packed.stats, **report.metrics}
+        watch.lap("recording")
+        values = {**_reward_metrics(groups), **packed.stats, **report.metrics, **sampling, **watch.seconds}
         values["groups_without_signal"] = float(sum(group.discarded is not None for group in scored))
         self._parts.metrics.log("batch", action.batch, values)
         return events.BatchDone(self._parts.clock(), action.batch, report.policy_version)
+
+    async def _train(self, batch: TrainBatch, save: bool, watch: Stopwatch) -> TrainReport:
+        watch.lap("recording")
+        report = await self._parts.trainer.train(batch)
+        watch.lap("training")
+        if save:
+            await self._parts.trainer.save()
+            watch.lap("saving")
+        return report
+
+    def _sampling_metrics(self, groups: Sequence[int], purpose: Purpose) -> dict[str, float]:
+        """Seconds since the round opened and sampled tokens per second; nothing where no episode had to run."""
+        since, self._sampling_since = self._sampling_since, None
+        if since is None:
+            return {}
+        seconds = self._parts.clock() - since
+        num_sampled = sum(member.num_sampled for group in groups for member in self._members(purpose, group))
+        values = {"seconds/sampling": seconds}
+        return {**values, "tokens_per_s": num_sampled / seconds} if seconds > 0 else values
 
     async def _close_batch(self, batch: int, groups: Sequence[int]) -> None:
         """Say what the batch holds before it is trained; a batch that a crash left closed is not closed again."""
@@ -295,7 +337,11 @@ class RunConductor:
         self, batch: int, groups: Mapping[int, Sequence[Episode]], packed: PackedBatch | None, policy_version: int
     ) -> None:
         members = [episode for episodes in groups.values() for episode in episodes]
-        ended = train_outcomes(members, packed.outcomes) if packed is not None else []
+        ended = (
+            train_outcomes(members, packed.outcomes, self._parts.ledger.lifecycle.episodes)
+            if packed is not None
+            else []
+        )
         await self._parts.ledger.append(BatchTrained(batch=batch, policy_version=policy_version), *ended)
 
     # Weights and evaluation ------------------------------------------------------------------------------------------
@@ -322,6 +368,7 @@ class RunConductor:
         return events.EngineUpdated(self._parts.clock(), status.policy_version)
 
     async def _record_eval(self, action: events.RecordEval) -> events.Event:
+        sampling = self._sampling_metrics(action.groups, Purpose.EVAL)
         rewards = [e.reward for group in action.groups for e in await self._group(Purpose.EVAL, group)]
         verdicts = [reward for reward in rewards if reward is not None]
         successes = sum(reward >= 1.0 for reward in verdicts)
@@ -339,16 +386,10 @@ class RunConductor:
             "episodes": float(len(verdicts)),
             "without_verdict": float(len(rewards) - len(verdicts)),
             "policy_version": float(action.policy_version),
+            **sampling,
         }
         self._parts.metrics.log("eval", action.index, values)
         return events.EvalRecorded(self._parts.clock(), action.index)
-
-
-def _replaced(episode: str, num_sampled: int) -> EpisodeEndedFact:
-    discarded = {"group_replaced": num_sampled} if num_sampled else {}
-    return EpisodeEndedFact(
-        episode=episode, state=EpisodeState.CANCELLED, reason="group_replaced", trained=0, discarded=discarded
-    )
 
 
 def _reward_metrics(groups: Mapping[int, Sequence[Episode]]) -> dict[str, float]:

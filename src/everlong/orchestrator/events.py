@@ -6,7 +6,7 @@ answers by itself, and `DropGroup`.
 
 from dataclasses import dataclass
 
-from everlong.contracts.errors import Reason
+from everlong.contracts.errors import EverlongError, Reason
 from everlong.contracts.records import EpisodeOrder
 
 
@@ -122,5 +122,5 @@ class RecordEval:
 Action = RunEpisode | CancelEpisode | DropGroup | WarmUp | TrainGroups | Publish | UpdateEngine | RecordEval
 
 
-class RunAborted(Exception):
+class RunAborted(EverlongError):
     """The scheduler gave up: too many failures in a row. Carries the original traceback."""

@@ -6,9 +6,12 @@ discarded, and the same attempt starts again in its next incarnation, with the s
 
 from __future__ import annotations
 
+import msgspec
+
 from everlong.contracts.records import Purpose
-from everlong.ledger.facts import EpisodeEnded, EpisodeInterrupted, EpisodeState, Fact
+from everlong.ledger.facts import EpisodeInterrupted, EpisodeState, Fact
 from everlong.ledger.lifecycle import GroupView, Lifecycle
+from everlong.orchestrator.outcomes import replaced_outcome
 from everlong.orchestrator.scheduler import Progress
 
 
@@ -19,16 +22,9 @@ def interruptions(lifecycle: Lifecycle) -> list[Fact]:
         if view.state is EpisodeState.RUNNING:
             facts.append(EpisodeInterrupted(episode=view.episode, incarnation=view.incarnation))
         if _replaced(lifecycle, lifecycle.groups[view.purpose, view.group]):
-            finished = view.state is EpisodeState.FINISHED and view.num_sampled
-            facts.append(
-                EpisodeEnded(
-                    episode=view.episode,
-                    state=EpisodeState.CANCELLED,
-                    reason="group_replaced",
-                    trained=0,
-                    discarded={"group_replaced": view.num_sampled} if finished else {},
-                )
-            )
+            lost = view.state is not EpisodeState.FINISHED  # an interruption has accounted for its tokens
+            nothing = msgspec.structs.replace(view, turn_tokens=0, stray_tokens={})
+            facts.append(replaced_outcome(nothing if lost else view))
     return facts
 
 

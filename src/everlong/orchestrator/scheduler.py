@@ -261,16 +261,16 @@ class RoundScheduler:
             return []
         self.deadlines += 1
         self._deadline_s = None
+        waiting, self._waiting = self._waiting, deque()
+        if self._schedule.on_deadline == "mask":  # who never had a turn ends as cancelled too, and is accounted for
+            begun: list[Action] = [RunEpisode(order) for order in waiting]
+            self._running.update((order.episode, order) for order in waiting)
+            return [*begun, *self._cancel_running()]
         late = [group for group in self._groups.values() if group.open]
-        kept = self._waiting
-        self._waiting = deque()
-        cancels: list[Action] = [CancelEpisode(episode, Reason.DEADLINE) for episode in self._running]
-        if self._schedule.on_deadline == "replace":
-            cancels += self._replace(late, now_s)
-        else:
-            for order in kept:
-                self._groups[order.purpose, order.group].open.discard(order.attempt)
-        return [*cancels, *self._fill(), *self._close_if_complete()]
+        return [*self._cancel_running(), *self._replace(late, now_s), *self._fill(), *self._close_if_complete()]
+
+    def _cancel_running(self) -> list[Action]:
+        return [CancelEpisode(episode, Reason.DEADLINE) for episode in self._running]
 
     def _replace(self, late: list[Group], now_s: float) -> list[Action]:
         """Drop the groups that are late and open as many others; what their members sampled is discarded."""

@@ -16,7 +16,7 @@ from typing import Protocol
 from everlong.contracts.errors import EngineError, LedgerError, Reason, SandboxError, WorkerDied, WorkerError
 from everlong.contracts.ports import Engine, Sandbox, SandboxBackend
 from everlong.contracts.records import Episode, EpisodeOrder, SamplingParams, Task, Verdict
-from everlong.environments.grading.verifier import grade
+from everlong.environments.grading.verifier import check_time_budget, grade
 from everlong.environments.tasks.harbor import HarborTask
 from everlong.environments.tasks.opening import open_task
 from everlong.rollouts.gateway.session import ContextFull, Journal, Session, SessionLimits, TurnLimit
@@ -60,7 +60,13 @@ class EpisodeRunner:
         harness: Harness,
         sampling: Sampling,
         journal: Journal,
+        ttl_s: float | None = None,
     ) -> None:
+        """`ttl_s`: after which a sandbox is closed, whatever happens. Raises ValueError where a task's limits need longer."""
+        if ttl_s is not None:
+            for task in tasks.values():
+                check_time_budget(task.task.agent_timeout_s, task.task.verifier_timeout_s, ttl_s)
+        self._ttl_s = ttl_s
         self._tasks, self._backend, self._harness = tasks, backend, harness
         self._sampling, self._journal = sampling, journal
 
@@ -68,7 +74,8 @@ class EpisodeRunner:
         started = time.monotonic()
         attempt = _Attempt()
         try:
-            sandbox = await open_task(self._tasks[order.task], self._backend, f"{order.episode}.{order.incarnation}")
+            name = f"{order.episode}.{order.incarnation}"
+            sandbox = await open_task(self._tasks[order.task], self._backend, name, ttl_s=self._ttl_s)
         except SandboxError:
             attempt.fail(Reason.SANDBOX_CRASH)
         else:
@@ -104,7 +111,10 @@ class EpisodeRunner:
             if session.refusal is not None:  # the agent met it and went its way: it still is why the episode ended
                 raise session.refusal
         except TimeoutError:
-            attempt.fail(Reason.AGENT_TIMEOUT if limit.expired() else Reason.HARNESS_CRASH)
+            if limit.expired():
+                attempt.reason = Reason.AGENT_TIMEOUT
+            else:
+                attempt.fail(Reason.HARNESS_CRASH)
         except ContextFull:
             attempt.reason = Reason.CONTEXT_FULL
         except TurnLimit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -55,7 +55,7 @@ class ObstoreStore:
         with self._errors("get", check_key(key)):
             return obstore.get(self._client, key).bytes().to_bytes()
 
-    def list(self, prefix: str = "") -> list[str]:
+    def list(self, prefix: str = "") -> list[str]:  # ty: ignore[invalid-type-form]  # the method hides the type
         """Every key below the prefix, sorted. A prefix ends where a name ends: "a" does not cover "ab"."""
         with self._errors("list", prefix):
             return sorted(meta["path"] for page in obstore.list(self._client, as_folder(prefix)) for meta in page)
@@ -69,7 +69,7 @@ class ObstoreStore:
             pass
 
     @contextmanager
-    def _errors(self, action: str, key: str) -> Iterator[None]:
+    def _errors(self, action: str, key: str) -> Generator[None]:
         try:
             yield
         except FileNotFoundError as error:

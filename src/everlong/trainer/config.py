@@ -89,6 +89,8 @@ class OptimizerConfig(Config):
 
     learning_rate: float = Field(1e-4, gt=0)
     """After the warm-up; it stays constant."""
+    supervised_learning_rate: float | None = Field(None, gt=0)
+    """Of batches in which the policy sampled nothing (oracle traces); None is learning_rate. The moments carry over."""
     weight_decay: float = Field(0.0, ge=0)
     """Of matrices and embeddings; norms are never decayed."""
     beta1: float = Field(0.9, ge=0, lt=1)

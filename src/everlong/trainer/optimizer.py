@@ -42,8 +42,8 @@ class MasterOptimizer:
             }
 
     @torch.no_grad()
-    def step(self, gradient: Gradient, num_batches: int) -> float:
-        """One update with the learning rate of batch `num_batches`; returns the gradient's norm before clipping.
+    def step(self, gradient: Gradient, num_batches: int, learning_rate: float) -> float:
+        """One update of batch `num_batches`; returns the gradient's norm before clipping.
 
         Raises FloatingPointError, and changes nothing, where the norm is not finite.
         """
@@ -58,7 +58,7 @@ class MasterOptimizer:
             for part in gradient:
                 part.mul_(limit / norm)
         for group in self._adamw.param_groups:
-            group["lr"] = learning_rate(self._config, num_batches)
+            group["lr"] = learning_rate
         for master, part in zip(self._masters.values(), gradient, strict=True):
             master.grad = part
         self._adamw.step()
@@ -90,9 +90,15 @@ class MasterOptimizer:
                 weight.copy_(self._masters[name])
 
 
-def learning_rate(config: OptimizerConfig, num_batches: int) -> float:
-    """Of the batch after `num_batches` others: linear from `learning_rate / warmup_batches`, then constant."""
-    return config.learning_rate * min(1.0, (num_batches + 1) / max(1, config.warmup_batches))
+def learning_rate(config: OptimizerConfig, num_batches: int, *, supervised: bool = False) -> float:
+    """Of the batch after `num_batches` others: linear from the first of `warmup_batches`, then constant.
+
+    `supervised`: the policy sampled none of its tokens.
+    """
+    full = config.learning_rate
+    if supervised and config.supervised_learning_rate is not None:
+        full = config.supervised_learning_rate
+    return full * min(1.0, (num_batches + 1) / max(1, config.warmup_batches))
 
 
 def gradient_norm(gradient: Gradient) -> float:

@@ -144,6 +144,8 @@ class PolicyTrainer:
 
     def _update(self, batch: PreparedBatch, num_updates: int, tally: Tally) -> None:
         first: BatchGradient | None = None
+        supervised = not any(len(micro_batch.policy_P) for micro_batch in batch.micro_batches)
+        rate = learning_rate(self._optimizer_config, self._num_batches, supervised=supervised)
         for _ in range(num_updates):
             with deterministic():
                 step = batch_gradient(
@@ -151,12 +153,12 @@ class PolicyTrainer:
                     self._config.head_chunk_tokens, tally,
                 )  # fmt: skip
             with tally.seconds("optimizer"):
-                norm = self._optimizer.step(step.gradient, self._num_batches)
+                norm = self._optimizer.step(step.gradient, self._num_batches, rate)
             first = first or step
             tally.mean("loss", step.loss)
             tally.mean("grad_norm", norm)
         assert first is not None
-        tally.total("learning_rate", learning_rate(self._optimizer_config, self._num_batches))
+        tally.total("learning_rate", rate)
         behaviour = torch.cat([micro_batch.behaviour_P for micro_batch in batch.micro_batches])
         if len(behaviour):
             for name, value in mismatch_metrics(torch.cat(first.logprobs) - behaviour).items():

@@ -20,6 +20,9 @@ from everlong.contracts.errors import Reason
 from everlong.contracts.records import Episode, FinishReason, Record, ScoredGroup
 from everlong.trajectories.tree import ROLES, EpisodeTree
 
+NOT_IN_TREE = "not_in_tree"
+"""Sampled tokens that stand in no turn."""
+
 
 class AdmissionConfig(Config):
     zero_signal: Literal["drop", "keep"] = "drop"
@@ -123,7 +126,7 @@ def _draw(counts: dict[int, int], rng: np.random.Generator) -> int:
 
 def _outcome(episode: Episode, branches: Iterable[Branch], reason: str | None) -> TokenOutcome:
     on_path = {turn for branch in branches for turn in branch.path}
-    trained, discarded = 0, Counter(not_in_tree=episode.num_discarded)
+    trained, discarded = 0, Counter({NOT_IN_TREE: episode.num_discarded})
     for turn in episode.turns:
         trainable = turn.sampled.num_trainable
         if reason is not None:

@@ -49,7 +49,16 @@ def test_a_supervised_runs_checkpoint_starts_another_run(tmp_path: Path):
     assert sorted(path.name for path in warm.checkpoint.iterdir()) == [
         "chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
-    start = ["--model.type", "folder", "--model.path", str(warm.checkpoint), "--warmup.num-batches", "0"]
+    start = [
+        "--model.type",
+        "folder",
+        "--model.path",
+        str(warm.checkpoint),
+        "--warmup.num-batches",
+        "0",
+        "--warmup.traces-per-batch",
+        "32",
+    ]
     train_command([*settings(tmp_path, "rl"), *start])
     rl = RunFolder(tmp_path / "rl")
     assert batches_of(rl) == 1

@@ -81,8 +81,16 @@ class World:
         await writer.drain()
 
 
-def make_session(engine, journal: Journal, *, max_turns=8, max_context=4096, syntax: ToolSyntax = "dollar") -> Session:
-    renderer = ChatML(TOKENIZER, syntax)
+def make_session(
+    engine,
+    journal: Journal,
+    *,
+    max_turns: int = 8,
+    max_context: int = 4096,
+    syntax: ToolSyntax = "dollar",
+    tokenizer: ByteTokenizer = TOKENIZER,
+) -> Session:
+    renderer = ChatML(tokenizer, syntax)
     return Session(
         ORDER,
         engine=engine,
@@ -95,12 +103,10 @@ def make_session(engine, journal: Journal, *, max_turns=8, max_context=4096, syn
 
 
 @asynccontextmanager
-async def world(respond, *, max_body_bytes: int = 1 << 20, max_context: int = 4096, **session) -> AsyncIterator[World]:
-    engine = ScriptedEngine(
-        respond, token_bytes=TOKENIZER.token_bytes(), policy_version=3, max_context=max(4096, max_context)
-    )
+async def world(respond, *, max_body_bytes: int = 1 << 20, **session) -> AsyncIterator[World]:
+    engine = ScriptedEngine(respond, token_bytes=TOKENIZER.token_bytes(), policy_version=3)
     journal = Journal()
-    made = make_session(engine, journal, max_context=max_context, **session)
+    made = make_session(engine, journal, **session)
     server = GatewayServer(max_body_bytes=max_body_bytes)
     await server.start()
     try:
@@ -403,8 +409,13 @@ async def test_a_turn_whose_client_left_before_its_answer_is_discarded(stream: b
 
 
 async def test_a_client_that_does_not_read_cannot_hold_up_the_end_of_its_episode():
-    size = 4_000_000
-    async with world(lambda request: [*[97] * size, END], max_context=size + 1000) as w:
+    class Loud(ByteTokenizer):
+        """Two tokens of it are more text than every buffer on the way to the client."""
+
+        def decode(self, ids: Sequence[int]) -> str:
+            return "a" * 20_000_000
+
+    async with world(says("x"), tokenizer=Loud()) as w:
         quiet = socket.socket()
         quiet.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         quiet.connect(("127.0.0.1", int(w.server.url.split(":")[2].split("/")[0])))
@@ -413,7 +424,7 @@ async def test_a_client_that_does_not_read_cannot_hold_up_the_end_of_its_episode
         assert await reader.readexactly(15) == b"HTTP/1.1 200 OK"
         async with asyncio.timeout(20):
             await w.server.close_session(w.key)
-        assert w.journal.facts == [("client_gone", size + 1)] and w.session.turns == ()
+        assert w.journal.facts == [("client_gone", 2)] and w.session.turns == ()
         writer.transport.abort()
 
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from everlong.cli.arguments import parse_config
 from everlong.cli.config import RunConfig
 from everlong.cli.rendering import checkpoint_companions, make_renderer
 from everlong.cli.toml import read_config, write_config
-from everlong.cli.train import parse_config, supervised_only
+from everlong.cli.train import supervised_only
 from everlong.models.config import FolderModel, ScriptedModel, Smollm2Model, ToyModel
 from everlong.models.source import find_model, toy_config
 from everlong.orchestrator.config import WarmupConfig
@@ -50,11 +51,11 @@ def test_no_system_message_is_added_where_none_was_given():
 
 
 def test_a_model_is_chosen_by_dotted_options_and_survives_the_file(tmp_path: Path):
-    config, _ = parse_config(["--model.type", "smollm2", "--model.dtype", "bfloat16"])
+    config = parse_config(["--model.type", "smollm2", "--model.dtype", "bfloat16"])
     assert config.model == Smollm2Model(dtype="bfloat16")
     write_config(config, tmp_path / "config.toml")
     assert read_config(tmp_path / "config.toml") == config
-    config, _ = parse_config(["--model.type", "folder", "--model.path", "runs/warm/checkpoint"])
+    config = parse_config(["--model.type", "folder", "--model.path", "runs/warm/checkpoint"])
     assert config.model == FolderModel(path=Path("runs/warm/checkpoint"))
 
 

@@ -4,7 +4,16 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-from everlong.observe import EpisodeText, JsonlSink, TurnText, write_report
+from everlong.observe import (
+    EpisodeText,
+    JsonlSink,
+    MemorySink,
+    TurnText,
+    read_evaluations,
+    read_points,
+    read_timings,
+    write_report,
+)
 
 BALANCE = {"episodes": {"offered": 1200, "trained: trained": 1100}, "tokens": {"sampled": 54321}}
 EPISODE = EpisodeText(
@@ -32,30 +41,35 @@ class Page(HTMLParser):
 
 def run_folder(tmp_path: Path) -> Path:
     sink = JsonlSink(tmp_path / "metrics.jsonl")
-    for batch in range(3):
-        values = {"reward": batch / 2, "seconds/sample": 40.0, "seconds/train": 21.0}
+    sink.log("batch", 0, {"loss": 4.0, "seconds/training": 30.0, "seconds/forward": 10.0, "phase/warmup": 1.0})
+    for batch in (1, 2):
+        values = {"reward": batch / 2, "seconds/sampling": 45.0, "seconds/training": 21.0, "seconds/forward": 4.0}
         sink.log("batch", batch, values)
-    sink.log("eval", 0, {"accuracy": 0.125})
-    sink.log("eval", 1, {"accuracy": 0.75, "episodes": 40.0})
+    sink.log("eval", 0, {"success": 0.125, "episodes": 40.0, "seconds/sampling": 8.0})
+    sink.log("eval", 2, {"success": 0.75, "episodes": 40.0, "seconds/sampling": 7.0})
     sink.close()
     (tmp_path / "config.toml").write_text('seed = 7\nname = "<b>"\n')
     return tmp_path
 
 
+SUMMARY = {"model": "a <small> one"}
+
+
 def test_report_holds_every_part_and_escapes_what_agents_wrote(tmp_path: Path) -> None:
-    report = write_report(run_folder(tmp_path), balance=BALANCE, episodes=(EPISODE,))
-    html = report.read_text()
-    page = Page(html)
-    images = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
-    assert len(images) == 1 and (images[0] or "").startswith("data:image/png;base64,iVBOR")
-    for part in ("0.125", "0.75", "1,200", "54,321", "2 min 00 s", "1 min 03 s", "seed = 7", 'name = "<b>"'):
+    """Draws with matplotlib, which takes most of a second to import."""
+    report = write_report(run_folder(tmp_path), summary=SUMMARY, balance=BALANCE, episodes=(EPISODE,))
+    page = Page(report.read_text())
+    images = [attributes["src"] or "" for tag, attributes in page.tags if tag == "img"]
+    assert len(images) == 2 and all(image.startswith("data:image/png;base64,iVBOR") for image in images)
+    for part in ("12.5 %", "75.0 %", "1,200", "54,321", "seed = 7", 'name = "<b>"', "a <small> one"):
         assert part in page.text, part
+    assert "95 % interval 60 to 86, 40 episodes" in page.text, "of 30 successes in 40 trials"
     assert "count <lines>" in page.text and "<script>alert(1)</script>" in page.text
-    assert not any(tag in ("script", "b", "lines") for tag, _ in page.tags)
+    assert not any(tag in ("script", "b", "lines", "small") for tag, _ in page.tags)
 
 
 def test_report_asks_nobody_for_anything_and_fits_a_phone(tmp_path: Path) -> None:
-    html = write_report(run_folder(tmp_path), balance=BALANCE, episodes=(EPISODE,)).read_text()
+    html = write_report(run_folder(tmp_path), summary=SUMMARY, balance=BALANCE, episodes=(EPISODE,)).read_text()
     page = Page(html)
     assert not re.search(r"https?://|@import|url\(", html)
     assert not any(tag == "link" for tag, _ in page.tags)
@@ -63,6 +77,24 @@ def test_report_asks_nobody_for_anything_and_fits_a_phone(tmp_path: Path) -> Non
 
 
 def test_report_of_a_run_that_has_nothing_yet_says_so(tmp_path: Path) -> None:
-    text = Page(write_report(tmp_path, balance={}).read_text()).text
-    for sentence in ("No reward was measured yet.", "No evaluation was done yet.", "No timing was measured yet."):
+    text = Page(write_report(tmp_path, summary={}, balance={}).read_text()).text
+    for sentence in ("Nothing was measured yet.", "No evaluation was done yet.", "No timing was measured yet."):
         assert sentence in text
+
+
+def test_timings_add_up_by_phase_and_count_what_the_trainer_times_once(tmp_path: Path) -> None:
+    assert read_timings(read_points(run_folder(tmp_path) / "metrics.jsonl")) == [
+        ["", "warm-up", "RL", "evaluation", "together"],
+        ["sampling", "–", "1 min 30 s", "15 s", "1 min 45 s"],
+        ["training", "30 s", "42 s", "–", "1 min 12 s"],
+        ["– of it forward", "10 s", "8.0 s", "–", "18 s"],
+        ["together", "30 s", "2 min 12 s", "15 s", "2 min 57 s"],
+    ]
+
+
+def test_evaluation_without_episodes_is_none(tmp_path: Path) -> None:
+    sink = MemorySink()
+    sink.log("eval", 0, {"success": 0.0, "episodes": 0.0})
+    sink.log("eval", 4, {"success": 0.25, "episodes": 8.0})
+    sink.log("eval", 4, {"success": 0.5, "episodes": 8.0})
+    assert [(one.num_batches, one.success) for one in read_evaluations(sink.points)] == [(4, 0.5)]

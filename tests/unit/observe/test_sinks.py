@@ -1,15 +1,11 @@
 """No point is lost, whatever its age, and a half line harms nothing."""
 
-import io
 import math
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from everlong.observe import ConsoleSink, FanOut, JsonlSink, MemorySink, read_points
-from everlong.observe.console import format_duration
-from everlong.observe.plots import plot_curves, read_curves
+from everlong.observe import FanOut, JsonlSink, MemorySink, read_points
 
 
 def where(points: list) -> list[tuple[str, int, dict[str, float]]]:
@@ -30,12 +26,6 @@ def test_older_steps_and_other_axes_are_all_stored_row_by_row_in_every_sink(tmp_
         sinks.log(axis, step, values)
     sinks.close()
     assert where(memory.points) == where(read_points(path)) == rows
-    curves = {(curve.axis, curve.name): (curve.steps, curve.values) for curve in read_curves(path)}
-    assert curves == {
-        ("batch", "loss"): ([248, 249], [0.75, 0.5]),
-        ("eval", "accuracy"): ([203], [0.25]),
-        ("policy_version", "samples"): ([4, 5], [7.0, 3.0]),
-    }
 
 
 def test_file_is_appended_to_after_a_restart(tmp_path: Path) -> None:
@@ -90,49 +80,3 @@ def test_failing_sink_keeps_no_point_from_the_others() -> None:
     with pytest.raises(OSError, match="disk full"):
         FanOut(Failing(), memory).log("batch", 0, {"x": 1.0})
     assert where(memory.points) == [("batch", 0, {"x": 1.0})]
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_console_says_batch_reward_speed_episodes_and_time_left(terminal: bool) -> None:
-    text, clock = io.StringIO(), Clock()
-    sink = ConsoleSink(10, Console(file=text, width=50, force_terminal=terminal, color_system=None), clock)
-    values = {"reward": 0.5, "sampled_tokens": 60_000.0, "reason/done": 60.0, "reason/stalled": 4.0, "loss": 1.0}
-    clock.now_s = 60.0
-    sink.log("batch", 0, values)
-    clock.now_s = 660.0
-    sink.log("policy_version", 3, {"samples": 1.0})
-    sink.log("batch", 2, values)
-    sink.log("eval", 1, {"accuracy": 0.625, "episodes": 40.0})
-    sink.close()
-    sink.close()
-    shown = text.getvalue()
-    assert "batch 1/10  reward 0.500  1,000 tokens/s  done 60  stalled 4\n" in shown
-    assert "batch 3/10  reward 0.500  100 tokens/s  done 60  stalled 4  35 min 00 s left\n" in shown
-    assert "eval 1  accuracy 0.625  episodes 40\n" in shown
-    assert "samples" not in shown and ("30%  11 min 00 s gone" in shown) == terminal
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (59.6, "1 min 00 s"), (3780, "1 h 03 min"), (61, "1 min 01 s")]
-)
-def test_durations_read_well(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
-
-
-def test_curves_become_a_png(tmp_path: Path) -> None:
-    """Imports matplotlib, which takes most of a second."""
-    sink = JsonlSink(tmp_path / "m.jsonl")
-    for step in (2, 0, 1):
-        sink.log("batch", step, {"reward": step / 2, "loss": math.nan})
-    plot_curves(tmp_path / "m.jsonl", tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG\r\n")
-    with pytest.raises(ValueError, match="has no point of entropy: nothing to plot"):
-        plot_curves(tmp_path / "m.jsonl", tmp_path / "none.png", metrics=("entropy",))
-    assert not (tmp_path / "none.png").exists()

@@ -245,6 +245,13 @@ def test_the_learning_rate_grows_with_the_batches():
     assert learning_rate(OptimizerConfig(learning_rate=0.4), 0) == 0.4
 
 
+def test_supervised_batches_may_have_a_learning_rate_of_their_own():
+    config = OptimizerConfig(learning_rate=0.1, supervised_learning_rate=0.4)
+    assert learning_rate(config, 5) == 0.1
+    assert learning_rate(config, 5, supervised=True) == 0.4
+    assert learning_rate(OptimizerConfig(learning_rate=0.1), 5, supervised=True) == 0.1
+
+
 def test_a_step_is_adamw_of_the_clipped_gradient():
     model = tiny()
     reference = [torch.nn.Parameter(weight.detach().clone()) for weight in model.named_weights().values()]
@@ -257,7 +264,7 @@ def test_a_step_is_adamw_of_the_clipped_gradient():
             parameter.grad = part.clone()
         norm = torch.nn.utils.clip_grad_norm_(reference, 0.5)
         adamw.step()
-        assert optimizer.step(gradient, batch) == pytest.approx(float(norm), rel=1e-5)
+        assert optimizer.step(gradient, batch, 1e-2) == pytest.approx(float(norm), rel=1e-5)
     for mine, other in zip(model.parameters(), reference, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
@@ -266,7 +273,7 @@ def test_norms_are_never_decayed():
     model = tiny()
     before = weights_of(model)
     optimizer = MasterOptimizer(model, OptimizerConfig(learning_rate=0.1, weight_decay=0.5))
-    optimizer.step([torch.zeros_like(weight) for weight in model.parameters()], 0)
+    optimizer.step([torch.zeros_like(weight) for weight in model.parameters()], 0, 0.1)
     for name, weight in model.named_weights().items():
         torch.testing.assert_close(weight, before[name] * (1.0 if "norm" in name else 0.95))
 
@@ -278,7 +285,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     for bad in (float("nan"), float("inf")):
         gradient = [torch.full_like(weight, bad) for weight in model.parameters()]
         with pytest.raises(FloatingPointError, match="batch 3 has norm"):
-            optimizer.step(gradient, 3)
+            optimizer.step(gradient, 3, 0.1)
     assert same(before, optimizer.state())
 
 

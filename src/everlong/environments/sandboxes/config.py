@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from everlong.contracts.config import Config
 
@@ -15,6 +15,9 @@ class SandboxConfig(Config):
     """auto takes namespaces and says so loudly where it has to do without; namespaces refuses to start without them."""
     root: Path | None = None
     """Folder for the sandboxes' files; None is a folder of the run. What killed runs left in it is removed."""
+    ttl_s: float | None = Field(None, gt=0)
+    """Seconds after which a sandbox is closed, whatever happens; None for never. It must hold the time limits of agent and
+    verifier of every task, and a margin."""
 
     @model_validator(mode="after")
     def _refuse_what_scripted_ignores(self) -> Self:

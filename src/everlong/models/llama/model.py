@@ -27,6 +27,9 @@ class Attend(Protocol):
 class Llama(nn.Module):
     """Weights are float32 or bfloat16; the residual stream is float32. Aligned numerics compute in float32."""
 
+    _cos: Tensor
+    _sin: Tensor
+
     def __init__(
         self, config: LlamaConfig, *, dtype: torch.dtype = torch.float32, numerics: Numerics = Numerics.FAST
     ) -> None:

@@ -71,7 +71,7 @@ Frame = Call | Answer | Failure
 async def read_frame(reader: asyncio.StreamReader) -> Frame:
     """Raises asyncio.IncompleteReadError when the other side is gone."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return decode_record(await reader.readexactly(length), Frame)  # type: ignore[arg-type]
+    return decode_record(await reader.readexactly(length), Frame)  # ty: ignore[invalid-argument-type]
 
 
 def write_frame(writer: asyncio.StreamWriter, frame: Frame) -> None:

@@ -82,7 +82,8 @@ async def serve(cell: Cell, reader: asyncio.StreamReader, writer: asyncio.Stream
             call = await read_frame(reader)
         except (asyncio.IncompleteReadError, ConnectionResetError):
             return
-        task = asyncio.create_task(_answer(cell, call, writer))  # type: ignore[arg-type]
+        assert isinstance(call, Call)
+        task = asyncio.create_task(_answer(cell, call, writer))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 

@@ -242,8 +242,8 @@ class Session:
 
     def _continued(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> int | None:
         """The turn with the longest history that the messages repeat and go beyond; of equal ones the latest."""
-        turns = [turn for turn, spoken in enumerate(self._spoken) if spoken.opens(messages, tools)]
-        return max(turns, key=lambda turn: (len(self._spoken[turn].messages), turn), default=None)
+        longest_first = sorted(range(len(self._spoken)), key=lambda t: (len(self._spoken[t].messages), t), reverse=True)
+        return next((turn for turn in longest_first if self._spoken[turn].opens(messages, tools)), None)
 
     def _request(self, prompt_ids: np.ndarray) -> GenerateRequest:
         room = self._limits.max_context - len(prompt_ids)

@@ -23,6 +23,9 @@ BASH_TOOL: dict[str, Any] = {
     },
 }
 
+MAX_COMMAND_BYTES = 100_000
+"""Linux refuses an argument of 128 KiB. That would look like a failure of the sandbox, and it is the agent's."""
+
 
 class BashHarness:
     def __init__(self, config: HarnessConfig) -> None:
@@ -56,9 +59,9 @@ class BashHarness:
             return Message(role="tool", content=f"no such tool: {call.name} (there is bash, with a string command)")
         if "\0" in command:
             return Message(role="tool", content="a command cannot hold a null byte\n[exit 2]")
-        result = await sandbox.exec(
-            Command(argv=("/bin/bash", "-c", command), timeout_s=self._config.command_timeout_s)
-        )
+        if len(command.encode()) > MAX_COMMAND_BYTES:
+            return Message(role="tool", content=f"a command may have {MAX_COMMAND_BYTES} bytes\n[exit 2]")
+        result = await sandbox.exec(Command(argv=("bash", "-c", command), timeout_s=self._config.command_timeout_s))
         return Message(role="tool", content=self._shown(result))
 
     def _shown(self, result: ExecResult) -> str:
@@ -80,4 +83,4 @@ def shorten(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     head, tail = limit - limit // 2, limit // 2
-    return f"{text[:head]}\n[{len(text) - head - tail} characters cut]\n{text[-tail:]}"
+    return f"{text[:head]}\n[{len(text) - head - tail} characters cut]\n{text[len(text) - tail :]}"

@@ -24,7 +24,7 @@ _HERMES = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 class ParsedTurn(Record, frozen=True, kw_only=True):
     content: str
     reasoning: str = ""
-    """What stood between <think> tags before the answer; the opening tag may be the prompt's."""
+    """What stood between <think> tags before the answer."""
     tool_calls: tuple[ToolCall, ...] = ()
     malformed: bool = False
     """The text holds a call that cannot be read."""
@@ -45,8 +45,8 @@ class Renderer(Protocol):
         """A whole prompt, ending with the header of the answer."""
         ...
 
-    def bridge(self, last_sampled: int | None, messages: Sequence[Message]) -> list[int]:
-        """What follows a sampled turn whose last id was `last_sampled` (None: nothing was sampled)."""
+    def bridge(self, last_sampled: int, messages: Sequence[Message]) -> list[int]:
+        """What follows a sampled turn whose last id was `last_sampled`."""
         ...
 
     def parse(self, ids: Sequence[int], turn: int) -> ParsedTurn: ...
@@ -72,7 +72,7 @@ class ChatML:
             messages = _with_tools(messages, tools)
         return [*self._render(messages), *self._header]
 
-    def bridge(self, last_sampled: int | None, messages: Sequence[Message]) -> list[int]:
+    def bridge(self, last_sampled: int, messages: Sequence[Message]) -> list[int]:
         closing = [] if last_sampled == self._end else [self._end]
         return [*closing, *self._newline, *self._render(messages), *self._header]
 
@@ -90,8 +90,14 @@ class ChatML:
             role, text = message.role, self._text(message)
             if role == "tool" and self._syntax == "hermes":
                 role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
-            ids += [self._start, *self.tokenizer.encode(f"{role}\n{text}"), self._end, *self._newline]
+            ids += [self._start, *self._body(role, text), self._end, *self._newline]
         return ids
+
+    def _body(self, role: str, text: str) -> list[int]:
+        """What an assistant said is encoded by itself, as it was sampled: after the header, not with it."""
+        if role == "assistant":
+            return [*self._header[1:], *self.tokenizer.encode(text)]
+        return self.tokenizer.encode(f"{role}\n{text}")
 
     def _text(self, message: Message) -> str:
         if not message.tool_calls:
@@ -107,11 +113,11 @@ class ChatML:
 
 def _split_reasoning(text: str) -> tuple[str, str]:
     """Thinking and the rest. Thinking that does not end has no rest: nothing was answered."""
-    opened = text.lstrip().startswith("<think>")
-    thinking, closing, rest = text.partition("</think>")
-    if not opened and not closing:
+    stripped = text.lstrip()
+    if not stripped.startswith("<think>"):
         return "", text
-    return thinking.strip().removeprefix("<think>").strip(), rest
+    thinking, _, rest = stripped.removeprefix("<think>").partition("</think>")
+    return thinking.strip(), rest
 
 
 def _parse_dollar(text: str, turn: int) -> ParsedTurn:

@@ -5,13 +5,12 @@ Text is always encoded as text: a user who writes the name of a special token ge
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.decoders import ByteLevel
 
 
 class Tokenizer(Protocol):
@@ -61,7 +60,7 @@ class ByteTokenizer:
         """The same tokenizer as a `tokenizer.json`, which goes with the toy's checkpoints."""
         tokenizer = FastTokenizer(models.BPE(vocab=_byte_table(), merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.decoder = ByteLevel()
+        tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in self.SPECIAL])
         return tokenizer.to_str(pretty=True)
 
@@ -74,10 +73,12 @@ class FileTokenizer:
             raise FileNotFoundError(f"expected a tokenizer file at {path}")
         self._tokenizer = FastTokenizer.from_file(str(path))
         self._tokenizer.encode_special_tokens = True
+        # Not the number of tokens: a vocabulary may have gaps.
+        self._vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
     def vocab_size(self) -> int:
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+        return self._vocab_size
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -92,20 +93,21 @@ class FileTokenizer:
         return found
 
     def token_bytes(self) -> list[bytes]:
-        added = self._tokenizer.get_added_tokens_decoder()
-        decoder = ByteLevel()
-        return [
-            b"" if i in added else _bytes_of(self._tokenizer.id_to_token(i) or "", decoder)
-            for i in range(self.vocab_size)
-        ]
+        table, added = _byte_table(), self._tokenizer.get_added_tokens_decoder()
+        found = []
+        for i in range(self.vocab_size):
+            if i in added:
+                found.append(b"" if added[i].special else added[i].content.encode())
+            else:
+                found.append(_bytes_of(self._tokenizer.id_to_token(i) or "", table))
+        return found
 
 
-def _bytes_of(token: str, decoder: ByteLevel) -> bytes:
-    """Byte-level vocabularies write each byte as one printable character."""
-    table = _byte_table()
+def _bytes_of(token: str, table: Mapping[str, int]) -> bytes:
+    """Byte-level vocabularies write each byte as one printable character; any other token stands for its text."""
     if all(character in table for character in token):
         return bytes(table[character] for character in token)
-    return decoder.decode([token]).encode()
+    return token.encode()
 
 
 def _byte_table() -> dict[str, int]:

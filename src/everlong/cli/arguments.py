@@ -1,0 +1,75 @@
+"""From the words behind `everlong train` to a run's config."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+from pydantic import ValidationError
+
+from everlong.cli.config import RunConfig
+from everlong.cli.mistakes import explain
+from everlong.cli.quickstart import quickstart_config, quickstart_tasks
+from everlong.environments.tasks.config import TasksConfig
+from everlong.trainer.config import OptimizerConfig, TrainerConfig
+
+DRY_RUN = "--dry-run"
+DESCRIPTION = f"""\
+Train. Without a file: the quickstart, a small model on terminal tasks, in a few minutes on two cores.
+
+everlong train                                          the quickstart
+everlong train @ run.toml                               a run described by a file
+everlong train @ run.toml --sampling.temperature 0.8    with one setting changed
+everlong train @ run.toml {DRY_RUN}                     print the resolved file and stop
+
+The file is TOML with a table per group of options: [sampling] with temperature = 0.8. "None" stands for nothing.
+Defaults are those of a file; the quickstart has its own, which `everlong train {DRY_RUN}` prints."""
+
+
+def parse_config(arguments: Sequence[str], command: str = "train") -> RunConfig:
+    """The resolved config. Raises ValueError for a file that cannot be read, and for settings that are unknown (with the
+    nearest name), invalid or without effect. `--help` prints every setting and exits."""
+    from pydantic_config import ConfigFileError, cli
+
+    _refuse_repeats(arguments)
+    default = None if any(word.startswith("@") for word in arguments) else _quickstart(arguments)
+    try:
+        # the overloads of the library leave out `prog` and `description`
+        config = cli(  # ty: ignore[no-matching-overload]
+            RunConfig, args=list(arguments), default=default, prog=f"everlong {command}", description=DESCRIPTION
+        )
+    except ConfigFileError as error:
+        cause = error.__cause__
+        raise ValueError(explain(cause) if isinstance(cause, ValidationError) else error.message) from error
+    except OSError as error:
+        raise ValueError(f"expected a TOML file after @: {error}") from error
+    return config if default is None else _with_own_tasks(config, default.tasks)
+
+
+def _refuse_repeats(arguments: Sequence[str]) -> None:
+    """The last one would win in silence. Raises ValueError."""
+    options = [word.split("=", 1)[0] for word in arguments if word.startswith("--")]
+    for option, count in Counter(options).items():
+        if count > 1:
+            raise ValueError(f'option {option} is given {count} times: give it once, several paths as \'["a", "b"]\'')
+
+
+def _quickstart(arguments: Sequence[str]) -> RunConfig:
+    """The quickstart's settings, without those of a trainer where a model was asked for that has none."""
+    config = quickstart_config()
+    words = [part for word in arguments for part in word.split("=", 1)]
+    scripted = ("--model.type", "scripted") in pairwise(words)
+    return (
+        config.model_copy(update={"optimizer": OptimizerConfig(), "trainer": TrainerConfig()}) if scripted else config
+    )
+
+
+def _with_own_tasks(config: RunConfig, default: TasksConfig) -> RunConfig:
+    """The quickstart makes its tasks inside the run's folder, wherever that was moved; named tasks stay."""
+    own, named = quickstart_tasks(config.output), config.tasks
+    tasks = TasksConfig(
+        train=own.train if named.train == default.train else named.train,
+        eval=own.eval if named.eval == default.eval else named.eval,
+    )
+    return config.model_copy(update={"tasks": tasks})

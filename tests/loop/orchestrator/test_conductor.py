@@ -1,0 +1,346 @@
+"""The conductor over real parts in one process: what it writes down when graders fail, batches are late and processes die."""
+
+import asyncio
+import time
+from collections import Counter
+from contextlib import asynccontextmanager
+
+import pytest
+
+from everlong.cli.compose import LedgerJournal
+from everlong.cli.config import RunConfig, SamplingConfig
+from everlong.cli.rendering import make_renderer
+from everlong.contracts.ports import ExecResult
+from everlong.contracts.records import Purpose
+from everlong.engines.scripted import Fault, ScriptedEngine
+from everlong.environments.sandboxes.scripted import ScriptedBackend, interpret
+from everlong.environments.tasks.config import TasksConfig
+from everlong.environments.tasks.sources import read_run_tasks
+from everlong.environments.tasks.terminal.generate import make_terminal
+from everlong.ledger import (
+    BatchTrained,
+    EpisodeFinished,
+    EpisodeStarted,
+    EpisodeStore,
+    Ledger,
+    LedgerWriter,
+    RunFinished,
+    RunResumed,
+    RunStarted,
+    check_ledger,
+)
+from everlong.models.config import ScriptedModel
+from everlong.observe import MemorySink
+from everlong.orchestrator.batches import BatchMaker
+from everlong.orchestrator.conductor import Parts, RunConductor
+from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
+from everlong.orchestrator.events import RunAborted
+from everlong.orchestrator.loop import run
+from everlong.orchestrator.recovery import interruptions, progress_of
+from everlong.orchestrator.scheduler import RoundScheduler
+from everlong.rollouts.config import HarnessConfig
+from everlong.rollouts.gateway.session import SessionLimits
+from everlong.rollouts.harnesses.bash import BashHarness
+from everlong.rollouts.runner import EpisodeRunner, Sampling
+from everlong.storage import open_store
+from everlong.trainer.scripted import ScriptedTrainer
+from everlong.weights import WeightPublisher
+
+CONFIG = RunConfig(
+    model=ScriptedModel(),
+    harness=HarnessConfig(system_prompt="", max_turns=3),
+    sampling=SamplingConfig(max_tokens=64),
+)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    make_terminal(folder / "train", 6, kinds=("write-word",))
+    return read_run_tasks(TasksConfig(train=(folder / "train",)))
+
+
+class Grader:
+    """Grades by the name of the episode, so that every group has both rewards; `wrong` says what else may happen."""
+
+    def __init__(self, wrong=lambda count: ""):
+        self.wrong, self.count, self.failures = wrong, 0, 0
+
+    def __call__(self, sandbox, command):
+        if command.argv != ("bash", "/tests/test.sh"):
+            return interpret(sandbox, command)
+        self.count += 1
+        match self.wrong(self.count):
+            case "silent":
+                self.failures += 1
+                return ExecResult(exit_code=1, output=b"the grader printed this")
+            case "broken":
+                self.failures += 1
+                raise RuntimeError("the grader exploded")
+        attempt = int(sandbox.name.split("-")[2].split(".")[0])
+        sandbox.files["/logs/verifier/reward.txt"] = str(attempt % 2).encode()
+        return ExecResult(exit_code=0, output=b"")
+
+
+class StallingEngine(ScriptedEngine):
+    """Never answers the episodes in `stalled`."""
+
+    stalled: frozenset[str] = frozenset()
+
+    async def generate(self, request):
+        if request.key.episode in self.stalled:
+            self.inject(Fault.STALL)
+        return await super().generate(request)
+
+
+class Killed(Exception):
+    """Stands for a SIGKILL: whoever raises it writes nothing after it."""
+
+
+class DyingTrainer(ScriptedTrainer):
+    """Dies once, while it trains a batch or after it has saved it."""
+
+    def __init__(self, *args, dies_in="", batch=-1):
+        super().__init__(*args)
+        self._dies_in, self._batch, self._last = dies_in, batch, -1
+
+    async def train(self, batch):
+        if (self._dies_in, self._batch) == ("train", batch.batch):
+            raise Killed
+        self._last = batch.batch
+        return await super().train(batch)
+
+    async def save(self):
+        status = await super().save()
+        if (self._dies_in, self._batch) == ("save", self._last):
+            raise Killed
+        return status
+
+
+class World:
+    """One run's folder, over as many processes as it takes."""
+
+    def __init__(self, folder, tasks, **schedule):
+        self.folder, self.tasks = folder, tasks
+        defaults = {"num_batches": 3, "groups_per_batch": 3, "group_size": 4, "batch_deadline_s": None}
+        self.schedule = ScheduleConfig(**{**defaults, **schedule})
+        self.metrics = MemorySink()
+
+    @asynccontextmanager
+    async def process(self, grader=None, stalled=(), before_close=None, **trainer):
+        """Opens what a control process opens, and yields its scheduler, conductor and trainer."""
+        store = open_store(str(self.folder / "store"))
+        ledger = Ledger.open(self.folder / "ledger.db")
+        writer = LedgerWriter(ledger)
+        renderer, backend = make_renderer(CONFIG), ScriptedBackend(grader or Grader())
+        engine = StallingEngine(
+            lambda request: [
+                *renderer.tokenizer.encode("done" if request.key.turn else "$ echo hi"),
+                *renderer.stop_ids,
+            ],
+            token_bytes=renderer.tokenizer.token_bytes(),
+        )
+        engine.stalled = frozenset(stalled)
+        resume = writer.lifecycle.started is not None
+        if not resume:
+            await writer.append(RunStarted(seed=0, config_hash="", tasks_hash=""))
+        elif left := interruptions(writer.lifecycle):
+            await writer.append(*left)
+        sampling = Sampling(
+            engine=engine,
+            renderer=renderer,
+            params=CONFIG.sampling.params(renderer.stop_ids),
+            run_seed=0,
+            limits=SessionLimits(max_turns=3, max_context=1024),
+        )
+        runner = EpisodeRunner(
+            tasks=self.tasks.by_id(),
+            backend=backend,
+            harness=BashHarness(CONFIG.harness),
+            sampling=sampling,
+            journal=LedgerJournal(writer),
+        )
+        policy = DyingTrainer(store, WeightPublisher(store, 4), **trainer)
+        conductor = RunConductor(
+            Parts(
+                run_episode=runner.run,
+                engine=engine,
+                trainer=policy,
+                ledger=writer,
+                episodes=EpisodeStore(store),
+                batches=BatchMaker(CONFIG.credit, CONFIG.admission, CONFIG.packing, 0),
+                warmup_batch=None,
+                metrics=self.metrics,
+                task_hashes={id: task.task.content_hash for id, task in self.tasks.by_id().items()},
+                clock=time.monotonic,
+            )
+        )
+        try:
+            if resume:
+                await conductor.recover()
+            scheduler = RoundScheduler(
+                self.schedule,
+                WarmupConfig(),
+                train_tasks=[task.id for task in self.tasks.train],
+                eval_tasks=[],
+                seed=0,
+                progress=progress_of(writer.lifecycle),
+            )
+            yield scheduler, conductor, writer, policy
+        finally:
+            await writer.close()
+            ledger.close()
+
+    async def drive(self, **process):
+        """To the end of the run; the final weights."""
+        async with self.process(**process) as (scheduler, conductor, writer, trainer):
+            await asyncio.wait_for(run(scheduler, conductor, time.monotonic), 20)
+            await writer.append(RunFinished())
+            return (await trainer.save()).fingerprint
+
+    def facts(self, kind):
+        ledger = Ledger.open(self.folder / "ledger.db")
+        try:
+            return [entry.fact for entry in ledger.facts() if isinstance(entry.fact, kind)]
+        finally:
+            ledger.close()
+
+    def lifecycle(self):
+        ledger = Ledger.open(self.folder / "ledger.db")
+        ledger.close()
+        return ledger.lifecycle
+
+    def groups(self):
+        return [view.groups for _, view in sorted(self.lifecycle().batches.items())]
+
+    def balance(self):
+        report = check_ledger(self.folder)
+        assert report.ok, report.problems
+        return report.balance
+
+
+@pytest.fixture
+def world(tmp_path, tasks):
+    return lambda name="run", **schedule: World(tmp_path / name, tasks, **schedule)
+
+
+@pytest.mark.parametrize("how", ["silent", "broken"])
+async def test_a_grader_that_fails_every_third_time_costs_these_episodes_and_not_the_run(world, how):
+    one = world(num_batches=6, max_failures=12)
+    grader = Grader(lambda count: how if count % 3 == 0 else "")
+    await one.drive(grader=grader)
+    balance = one.balance()
+    assert grader.failures == 24
+    assert balance.ended["failed"] == {"verifier_crash": 24}
+    assert sum(balance.ended["trained"].values()) + balance.ended.get("discarded", {}).get("zero_signal", 0) == 48
+    assert balance.tokens_discarded["no_verdict"] > 0 and balance.tokens_trained > 0
+    without = [point.values["without_verdict"] for point in one.metrics.points if point.axis == "batch"]
+    assert sum(without) == 24, "the metrics count what the ledger counts"
+
+
+async def test_graders_that_all_fail_stop_the_run_with_what_they_said(world):
+    broken, silent = world("broken", max_failures=5), world("silent", max_failures=5)
+    with pytest.raises(RunAborted, match=r"5 episodes in a row(.|\n)*RuntimeError: the grader exploded"):
+        await broken.drive(grader=Grader(lambda count: "broken"))
+    with pytest.raises(RunAborted, match=r"5 episodes in a row(.|\n)*the grader printed this"):
+        await silent.drive(grader=Grader(lambda count: "silent"))
+    assert not broken.facts(BatchTrained) and not silent.facts(BatchTrained)
+
+
+async def test_an_aborted_run_goes_on_once_the_grader_is_mended_and_ends_as_if_nothing_had_been(world):
+    # Episodes of the aborted run that ended without a verdict keep their end: their groups train on the others.
+    one = world(max_failures=3)
+    with pytest.raises(RunAborted):
+        await one.drive(grader=Grader(lambda count: "broken"))
+    await one.drive()
+    assert one.balance().ended["failed"]["verifier_crash"] >= 3
+    assert one.groups() == [(0, 1, 2), (3, 4, 5), (6, 7, 8)]
+
+
+async def test_at_the_deadline_late_episodes_are_masked_and_every_offered_one_has_an_end(world):
+    one = world(batch_deadline_s=0.5, num_batches=2, max_running=3)
+    await one.drive(stalled=["train-000000-000", "train-000000-001", "train-000001-000"])
+    balance = one.balance()
+    assert one.groups() == [(0, 1, 2), (3, 4, 5)]
+    assert balance.offered == 24 and not balance.open
+    assert balance.ended["cancelled"]["deadline"] >= 3
+    assert sum(balance.ended["trained"].values()) >= 12, "the second batch is whole"
+
+
+async def test_at_the_deadline_late_groups_are_replaced_by_the_next_ones(world):
+    one = world(batch_deadline_s=0.5, on_deadline="replace", num_batches=2)
+    await one.drive(stalled=["train-000001-002"])
+    balance = one.balance()
+    assert one.groups() == [(0, 2, 3), (4, 5, 6)]
+    assert balance.ended["cancelled"] == {"group_replaced": 4}
+    assert balance.tokens_discarded["group_replaced"] > 0
+
+
+@pytest.mark.parametrize("on_deadline", ["mask", "replace"])
+async def test_an_episode_that_a_crash_interrupted_has_an_end_even_if_the_deadline_comes_before_its_turn(
+    world, on_deadline
+):
+    one = world(batch_deadline_s=0.5, on_deadline=on_deadline, num_batches=1, max_running=12)
+    everyone = [f"train-{group:06d}-{attempt:03d}" for group in range(3) for attempt in range(4)]
+    with pytest.raises(TimeoutError):
+        async with one.process(stalled=everyone) as (scheduler, conductor, _, _trainer):
+            await asyncio.wait_for(run(scheduler, conductor, time.monotonic), 0.3)
+    one.schedule = one.schedule.model_copy(update={"max_running": 1})
+    await one.drive(stalled=everyone)
+    assert not one.balance().open
+
+
+@pytest.mark.parametrize(("dies_in", "every"), [("train", 1), ("save", 1), ("train", 3), ("save", 2)])
+async def test_a_batch_that_was_closed_before_a_crash_trains_the_same_groups_to_the_same_weights(world, dies_in, every):
+    whole, killed = world("whole", checkpoint_every=every), world("killed", checkpoint_every=every)
+    expected = await whole.drive()
+    with pytest.raises(Killed):
+        await killed.drive(dies_in=dies_in, batch=1)
+    assert len(killed.groups()) == 2, "closed"
+    assert len(killed.facts(BatchTrained)) == 1, "and not trained, as the ledger knows"
+    finished = {fact.episode for fact in killed.facts(EpisodeFinished)}
+    starts = Counter(fact.episode for fact in killed.facts(EpisodeStarted))
+    assert await killed.drive() == expected
+    assert killed.groups() == whole.groups()
+    again = Counter(fact.episode for fact in killed.facts(EpisodeStarted)) - starts
+    assert not finished & again.keys()
+    assert killed.balance() == whole.balance(), "not a token more, not a token less"
+    retrained = [fact.num_batches for fact in killed.facts(RunResumed)]
+    assert retrained == ([0] if (dies_in, every) == ("train", 3) else [None])
+
+
+async def test_a_checkpoint_that_is_older_than_the_ledger_trains_the_batches_between_again(world):
+    whole, killed = (
+        world("whole", checkpoint_every=9, num_batches=4),
+        world("killed", checkpoint_every=9, num_batches=4),
+    )
+    expected = await whole.drive()
+    with pytest.raises(Killed):
+        await killed.drive(dies_in="train", batch=3)
+    assert await killed.drive() == expected
+    assert [fact.batch for fact in killed.facts(BatchTrained)] == [0, 1, 2, 0, 1, 2, 3]
+    assert max(Counter(fact.episode for fact in killed.facts(EpisodeStarted)).values()) == 1, "from stored episodes"
+    assert killed.balance() == whole.balance()
+
+
+async def test_a_process_that_stops_while_it_catches_up_is_caught_up_with_as_well(world):
+    whole, killed = (
+        world("whole", checkpoint_every=9, num_batches=4),
+        world("killed", checkpoint_every=9, num_batches=4),
+    )
+    expected = await whole.drive()
+    for dies_at in (3, 2, 1):
+        with pytest.raises(Killed):
+            await killed.drive(dies_in="train", batch=dies_at)
+    assert await killed.drive() == expected
+    assert killed.groups() == whole.groups() and killed.balance() == whole.balance()
+
+
+async def test_a_run_that_is_resumed_after_its_end_does_nothing_and_stays_whole(world):
+    one = world()
+    expected = await one.drive()
+    batches = one.groups()
+    assert await one.drive() == expected
+    assert one.groups() == batches and one.balance().holds
+    assert len(one.facts(BatchTrained)) == 3
+    assert {view.purpose for view in one.lifecycle().episodes.values()} == {Purpose.TRAIN}

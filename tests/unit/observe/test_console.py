@@ -1,0 +1,73 @@
+"""What a run says in a terminal, and in a log."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from everlong.observe import ConsoleSink
+from everlong.observe.console import format_duration
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_console_says_batch_reward_speed_episodes_and_time_left(terminal: bool) -> None:
+    text, clock = io.StringIO(), Clock()
+    console = Console(file=text, width=80, force_terminal=terminal, color_system=None)
+    sink = ConsoleSink(10, console=console, clock=clock)
+    values = {"reward": 0.5, "tokens_per_s": 1000.4, "reason/stalled": 4.0, "reason/done": 60.0, "loss": 1.0}
+    clock.now_s = 60.0
+    sink.log("batch", 0, values)
+    clock.now_s = 660.0
+    sink.log("policy_version", 3, {"samples": 1.0})
+    sink.log("batch", 2, values)
+    sink.close()
+    sink.close()
+    shown = text.getvalue()
+    assert "batch  1/10  reward 0.500  1,000 tokens/s  done 60  stalled 4\n" in shown
+    assert "batch  3/10  reward 0.500  1,000 tokens/s  done 60  stalled 4  35 min 00 s left\n" in shown
+    assert "samples" not in shown and ("11 min 00 s gone" in shown) == terminal
+
+
+def test_warm_up_shares_lines_and_has_a_pace_of_its_own() -> None:
+    text, clock = io.StringIO(), Clock()
+    console = Console(file=text, width=80, force_terminal=False)
+    sink = ConsoleSink(26, 24, console=console, clock=clock)
+    for step in range(24):
+        clock.now_s += 1.0
+        sink.log("batch", step, {"loss": 4.0 - step / 8, "phase/warmup": 1.0})
+    for step in (24, 25):
+        clock.now_s += 60.0
+        sink.log("batch", step, {"reward": 0.5})
+    assert text.getvalue().splitlines() == [
+        "warm-up  1/24  loss 4.000",
+        "warm-up 10/24  loss 2.875  14 s of warm-up left",
+        "warm-up 20/24  loss 1.625  4 s of warm-up left",
+        "warm-up 24/24  loss 1.125",
+        "batch 1/2  reward 0.500",
+        "batch 2/2  reward 0.500",
+    ]
+
+
+def test_evaluation_shows_success_with_its_interval_and_who_has_no_verdict() -> None:
+    text = io.StringIO()
+    sink = ConsoleSink(10, console=Console(file=text, width=80, force_terminal=False))
+    sink.log("eval", 0, {"success": 0.5, "episodes": 150.0, "without_verdict": 0.0})
+    sink.log("eval", 8, {"success": 1.0, "episodes": 10.0, "without_verdict": 2.0})
+    assert text.getvalue().splitlines() == [
+        "  held-out tasks before RL  success 50 % (42 to 58) of 150 episodes",
+        "  held-out tasks after 8 RL batches  success 100 % (72 to 100) of 10 episodes, 2 without verdict",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (59.6, "1 min 00 s"), (3780, "1 h 03 min"), (61, "1 min 01 s")]
+)
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

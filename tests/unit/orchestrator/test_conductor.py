@@ -1,0 +1,197 @@
+"""Rounds carried out against a real ledger and store: what every episode ends as, whoever fails."""
+
+import asyncio
+
+import pytest
+
+from everlong.contracts.errors import Reason
+from everlong.contracts.records import Episode, EpisodeOrder, FinishReason, Turn, Verdict
+from everlong.contracts.tokens import TokenColumns
+from everlong.engines.scripted import ScriptedEngine
+from everlong.ledger import EpisodeStore, Ledger, LedgerWriter, RunStarted, TurnSampled, check_ledger
+from everlong.observe import MemorySink
+from everlong.orchestrator.batches import BatchMaker
+from everlong.orchestrator.conductor import Parts, RunConductor
+from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
+from everlong.orchestrator.events import EpisodeEnded, RunAborted
+from everlong.orchestrator.loop import run
+from everlong.orchestrator.scheduler import RoundScheduler
+from everlong.storage import open_store
+from everlong.trainer.scripted import ScriptedTrainer
+from everlong.trajectories.admission import AdmissionConfig
+from everlong.trajectories.credit import GroupMeanConfig
+from everlong.trajectories.packing import PackingConfig
+from everlong.weights import WeightPublisher, WeightReader
+
+NUM_TOKENS = 3
+
+
+class World:
+    """A run of two batches, two groups of four; `outcome` says how each order ends, and may wait before it does.
+
+    The clock stands at 0, and at 100 from the moment at which `late_after` episodes have ended.
+    """
+
+    def __init__(self, tmp_path, outcome, late_after=1000, **schedule) -> None:
+        self.late_after, self.num_ended = late_after, 0
+        self.outcome, self.path, self.metrics = outcome, tmp_path / "ledger.db", MemorySink()
+        self.ledger = Ledger.open(self.path)
+        self.writer = LedgerWriter(self.ledger)
+        store = open_store("memory://")
+        engine = ScriptedEngine(lambda request: [1], WeightReader(store), token_bytes=[b"a", b"b"])
+        self.scheduler = RoundScheduler(
+            ScheduleConfig(**{"num_batches": 2, "groups_per_batch": 2, "group_size": 4, **schedule}),
+            WarmupConfig(),
+            train_tasks=["a", "b"],
+            eval_tasks=[],
+            seed=0,
+        )
+        self.conductor = RunConductor(
+            Parts(
+                run_episode=self.run_episode,
+                engine=engine,
+                trainer=ScriptedTrainer(store, WeightPublisher(store, 1)),
+                ledger=self.writer,
+                episodes=EpisodeStore(store),
+                batches=BatchMaker(GroupMeanConfig(), AdmissionConfig(), PackingConfig(), 0),
+                warmup_batch=None,  # type: ignore[arg-type]  # there is no warm-up
+                metrics=self.metrics,
+                task_hashes={"a": "1", "b": "2"},
+                clock=self.clock,
+            )
+        )
+
+    def clock(self) -> float:
+        return 100.0 if self.num_ended >= self.late_after else 0.0
+
+    async def run_episode(self, order: EpisodeOrder) -> Episode:
+        turn = Turn(
+            index=0,
+            parent=-1,
+            context=TokenColumns.context([1, 2]),
+            sampled=TokenColumns.sampled_tokens(
+                [0] * NUM_TOKENS, [-0.5] * NUM_TOKENS, version=order.min_policy_version
+            ),
+            finish_reason=FinishReason.STOP,
+        )
+        fact = TurnSampled(episode=order.episode, incarnation=order.incarnation, turn=0, num_tokens=NUM_TOKENS)
+        await self.writer.append(fact)
+        reason, reward = await self.outcome(order)
+        verdict = Verdict(reward=reward, reason=None if reason.trustworthy else reason)
+        return Episode(order=order, reason=reason, verdict=verdict, turns=(turn,), error="Traceback: boom")
+
+    async def run(self) -> None:
+        try:
+            await run(self.scheduler, self, self.clock)
+        finally:
+            await self.writer.close()
+            self.ledger.close()
+
+    # a conductor that adds the books up after every event
+
+    def begin(self, action) -> None:
+        self.conductor.begin(action)
+
+    async def next_event(self, wake_at_s):
+        event = await self.conductor.next_event(wake_at_s)
+        self.num_ended += isinstance(event, EpisodeEnded)
+        assert self.writer.lifecycle.balance().holds
+        return event
+
+    async def close(self) -> None:
+        await self.conductor.close()
+
+    def report(self):
+        report = check_ledger(self.path)
+        assert report.ok, report.problems
+        return report.balance
+
+
+@pytest.fixture
+def opened(tmp_path):
+    def make(outcome, **schedule) -> World:
+        world = World(tmp_path, outcome, **schedule)
+        world.ledger.append(RunStarted(seed=0, config_hash="", tasks_hash=""))
+        return world
+
+    return make
+
+
+def rewarded(order: EpisodeOrder) -> float:
+    return float(order.attempt % 2)
+
+
+async def test_a_verifier_that_breaks_on_every_third_episode_costs_these_and_no_others(opened):
+    count = 0
+
+    async def outcome(order):
+        nonlocal count
+        count += 1
+        return (Reason.VERIFIER_CRASH, None) if count % 3 == 0 else (Reason.DONE, rewarded(order))
+
+    world = opened(outcome, max_failures=2, max_running=1)
+    await world.run()
+    balance = world.report()
+    assert balance.offered == 16 and not balance.open
+    assert balance.ended == {"failed": {"verifier_crash": 5}, "trained": {"done": 11}}
+    assert (balance.tokens_trained, balance.tokens_discarded) == (11 * NUM_TOKENS, {"no_verdict": 5 * NUM_TOKENS})
+    assert sum(point.values["without_verdict"] for point in world.metrics.points if point.axis == "batch") == 5
+
+
+async def test_a_verifier_that_always_breaks_ends_the_run_with_its_traceback(opened):
+    async def outcome(order):
+        return Reason.VERIFIER_CRASH, None
+
+    world = opened(outcome, max_failures=3, max_running=1)
+    with pytest.raises(RunAborted, match="Traceback: boom"):
+        await world.run()
+    balance = world.report()
+    assert (balance.tokens_trained, balance.ended) == (0, {})
+    assert 3 <= balance.offered <= 4, "what was finished waits for a resume, and at most one more was started"
+
+
+async def test_an_exception_that_is_no_episodes_own_stops_the_run_as_it_was_raised(opened):
+    async def outcome(order):
+        raise RuntimeError("a bug of ours")
+
+    with pytest.raises(RuntimeError, match="a bug of ours"):
+        await opened(outcome).run()
+
+
+async def test_a_member_that_is_late_is_masked_and_its_batch_is_trained(opened):
+    async def outcome(order):
+        if (order.group, order.attempt) == (1, 2):
+            await asyncio.sleep(3600)
+        return Reason.DONE, rewarded(order)
+
+    world = opened(outcome, num_batches=1, batch_deadline_s=10, late_after=7)
+    await world.run()
+    balance = world.report()
+    assert balance.ended == {"cancelled": {"deadline": 1}, "trained": {"done": 7}}
+    assert balance.tokens_trained == 7 * NUM_TOKENS and sum(balance.tokens_discarded.values()) == NUM_TOKENS
+    assert world.scheduler.deadlines == 1
+
+
+async def test_a_group_that_is_late_is_replaced_and_nothing_of_it_is_trained(opened):
+    async def outcome(order):
+        if (order.group, order.attempt) == (1, 2):
+            await asyncio.sleep(3600)
+        return Reason.DONE, rewarded(order)
+
+    world = opened(outcome, num_batches=1, batch_deadline_s=10, late_after=7, on_deadline="replace")
+    await world.run()
+    balance = world.report()
+    assert balance.ended == {"cancelled": {"group_replaced": 4}, "trained": {"done": 8}}
+    assert balance.tokens_discarded == {"group_replaced": 4 * NUM_TOKENS}
+    assert world.writer.lifecycle.batches[0].groups == (0, 2)
+
+
+async def test_a_group_without_signal_is_discarded_by_name(opened):
+    async def outcome(order):
+        return Reason.DONE, 0.4 if order.group == 0 else rewarded(order)
+
+    world = opened(outcome, num_batches=1)
+    await world.run()
+    balance = world.report()
+    assert balance.ended == {"discarded": {"zero_signal": 4}, "trained": {"done": 4}}
+    assert balance.tokens_discarded == {"zero_signal": 4 * NUM_TOKENS}
