@@ -29,8 +29,8 @@ def quickstart_config() -> RunConfig:
         tasks=quickstart_tasks(output),
         harness=HarnessConfig(system_prompt="", max_turns=4, max_context=512),
         sampling=SamplingConfig(max_tokens=64),
-        warmup=WarmupConfig(num_batches=220, traces_per_batch=64),
-        schedule=ScheduleConfig(num_batches=30, groups_per_batch=16, group_size=8, eval_every=10, checkpoint_every=10),
+        warmup=WarmupConfig(num_batches=210, traces_per_batch=64),
+        schedule=ScheduleConfig(num_batches=24, groups_per_batch=16, group_size=8, eval_every=8, checkpoint_every=10),
         optimizer=OptimizerConfig(learning_rate=3e-4, supervised_learning_rate=2e-3, warmup_batches=20),
     )
 

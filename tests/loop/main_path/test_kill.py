@@ -4,7 +4,7 @@ import signal
 
 import pytest
 from msgspec.structs import replace
-from tests.campaign.comparing import differences, facts_of
+from tests.campaign.comparing import differences, facts_of, outcome_of
 from tests.campaign.kill import TARGETS, Campaign
 from tests.campaign.small_run import start
 
@@ -33,11 +33,11 @@ def test_what_differs_is_seen(campaign):
 def test_a_finished_run_is_left_as_it_is(campaign):
     campaign.reference()
     folder = campaign.work / "runs" / "reference-0"
-    before = (folder / "ledger.db").read_bytes(), sorted(path.name for path in folder.iterdir())
+    before = facts_of(folder), outcome_of(folder)
     log = campaign.work / "finished.log"
     assert start("resume", str(folder), log=log).wait(60) == 0
     assert f"finished already: {folder}" in log.read_text()
-    assert ((folder / "ledger.db").read_bytes(), sorted(path.name for path in folder.iterdir())) == before
+    assert (facts_of(folder), outcome_of(folder)) == before
 
 
 def test_a_run_that_died_before_its_first_fact_starts_from_the_beginning(campaign):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,21 +31,20 @@ class WorkerProcess:
     ) -> WorkerProcess:
         """Raises what the factory raised, or WorkerDied with the end of the worker's log."""
         log = run_folder / "worker.log"
-        accepted: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
-        with tempfile.TemporaryDirectory(prefix="everlong-") as folder:
-            path = os.path.join(folder, "cell")
-            server = await asyncio.start_unix_server(lambda r, w: accepted.put_nowait((r, w)), path, limit=1 << 26)
-            process = await _spawn(factory, config, path, run_folder, log, environment)
-            try:
-                reader, writer = await _first(accepted.get(), process, timeout_s, log)
-                ready = await _first(read_frame(reader), process, timeout_s, log)
-            except BaseException:
-                if process.returncode is None:
-                    process.kill()
-                raise
-            finally:
-                server.close()
+        # A pair of sockets has no name that a killed process could leave behind.
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await _spawn(factory, config, theirs.fileno(), run_folder, log, environment)
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 26)
+        try:
+            ready = await _first(read_frame(reader), process, timeout_s, log)
+        except BaseException:
+            writer.close()
+            if process.returncode is None:
+                process.kill()
+            raise
         if isinstance(ready, Failure):
+            writer.close()
             await process.wait()
             raise error_of(ready, "building the cell")
         return cls(process, Connection(reader, writer), log)
@@ -61,12 +60,12 @@ class WorkerProcess:
 
 
 async def _spawn(
-    factory: str, config: Path, socket: str, run_folder: Path, log: Path, environment: Mapping[str, str]
+    factory: str, config: Path, socket_fd: int, run_folder: Path, log: Path, environment: Mapping[str, str]
 ) -> asyncio.subprocess.Process:
     argv = [sys.executable, "-m", "everlong.orchestrator.cells.worker"]
     argv += [
-        "--socket",
-        socket,
+        "--socket-fd",
+        str(socket_fd),
         "--factory",
         factory,
         "--config",
@@ -76,7 +75,12 @@ async def _spawn(
     ]
     with log.open("ab") as out:
         return await asyncio.create_subprocess_exec(
-            *argv, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, env={**os.environ, **environment}
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env={**os.environ, **environment},
+            pass_fds=(socket_fd,),
         )
 
 

@@ -1,6 +1,6 @@
 """Main of the worker process: builds a cell from a factory path and answers calls until the control process is gone.
 
-    python -m everlong.orchestrator.cells.worker --socket PATH --factory package.module:function --config FILE --lock FILE
+    python -m everlong.orchestrator.cells.worker --socket-fd N --factory package.module:function --config FILE --lock FILE
 
 The factory gets the config file's path and returns a `Cell`. The lock file lets one worker at a time touch a run: a
 worker whose control process was killed ends as soon as its socket closes, and its successor waits for that.
@@ -13,6 +13,7 @@ import asyncio
 import fcntl
 import importlib
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -88,8 +89,9 @@ async def serve(cell: Cell, reader: asyncio.StreamReader, writer: asyncio.Stream
         task.add_done_callback(tasks.discard)
 
 
-async def _main(socket: str, factory: str, config: str) -> None:
-    reader, writer = await asyncio.open_unix_connection(socket, limit=1 << 26)
+async def _main(socket_fd: int, factory: str, config: str) -> None:
+    os.set_inheritable(socket_fd, False)
+    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=socket_fd), limit=1 << 26)
     try:
         cell = load_factory(factory)(config)
     except Exception as error:
@@ -102,13 +104,14 @@ async def _main(socket: str, factory: str, config: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="everlong-worker", description=__doc__)
-    for name in ("socket", "factory", "config", "lock"):
+    parser.add_argument("--socket-fd", type=int, required=True)
+    for name in ("factory", "config", "lock"):
         parser.add_argument(f"--{name}", required=True)
     args = parser.parse_args()
     with open(args.lock, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            asyncio.run(_main(args.socket, args.factory, args.config))
+            asyncio.run(_main(args.socket_fd, args.factory, args.config))
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()

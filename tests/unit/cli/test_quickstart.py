@@ -1,0 +1,37 @@
+"""What `everlong train` without arguments sets up."""
+
+from pathlib import Path
+
+from everlong.cli.quickstart import KINDS, NUM_EVAL, NUM_TRAIN, prepare_quickstart, quickstart_config, quickstart_tasks
+from everlong.cli.run_folder import RunFolder
+
+
+def instructions(folder: Path) -> list[str]:
+    return [path.read_text() for path in sorted(folder.glob("*/instruction.md"))]
+
+
+def test_quickstart_makes_its_tasks_once_and_trains_on_no_held_out_one(tmp_path: Path) -> None:
+    """Writes a thousand small folders, which takes a second."""
+    config = quickstart_config().model_copy(update={"output": tmp_path, "tasks": quickstart_tasks(tmp_path)})
+    prepare_quickstart(config, RunFolder(tmp_path))
+    train, held_out = instructions(tmp_path / "tasks" / "train"), instructions(tmp_path / "tasks" / "eval")
+    assert (len(set(train)), len(set(held_out))) == (NUM_TRAIN, NUM_EVAL)
+    assert not set(train) & set(held_out)
+    kinds = {path.name.rpartition("-")[0] for path in (tmp_path / "tasks" / "train").iterdir()}
+    assert kinds == set(KINDS)
+    marker = tmp_path / "tasks" / "eval" / "mine"
+    marker.mkdir()
+    prepare_quickstart(config, RunFolder(tmp_path))
+    assert marker.exists(), "tasks that are there stay as they are"
+
+
+def test_quickstart_learns_from_rewards_more_carefully_than_from_the_oracle() -> None:
+    optimizer = quickstart_config().optimizer
+    assert optimizer.supervised_learning_rate is not None
+    assert optimizer.learning_rate < optimizer.supervised_learning_rate
+
+
+def test_quickstart_names_a_folder_that_does_not_exist(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "quickstart-1").mkdir(parents=True)
+    assert quickstart_config().output == Path("runs/quickstart-2")
