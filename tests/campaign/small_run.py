@@ -14,7 +14,7 @@ from everlong.cli.config import ObserveConfig, RunConfig, SamplingConfig
 from everlong.cli.toml import write_config
 from everlong.environments.tasks.config import TasksConfig
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
-from everlong.models.config import ModelConfig
+from everlong.models.config import ScriptedModel, ToyModel
 from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
 from everlong.rollouts.config import HarnessConfig
 from everlong.trainer.config import OptimizerConfig
@@ -59,7 +59,7 @@ def small_config(tasks: TasksConfig, output: Path, model: Literal["toy", "script
     return RunConfig(
         **network,
         output=output,
-        model=ModelConfig(type=model),
+        model=ToyModel() if model == "toy" else ScriptedModel(),
         tasks=tasks,
         harness=HarnessConfig(system_prompt="", max_turns=2, max_context=384),
         sampling=SamplingConfig(max_tokens=24),

@@ -27,7 +27,7 @@ The file is TOML with a table per group of options: [sampling] with temperature 
 Defaults are those of a file; the quickstart has its own, which `everlong train {DRY_RUN}` prints."""
 
 
-def parse_config(arguments: Sequence[str]) -> RunConfig:
+def parse_config(arguments: Sequence[str], command: str = "train") -> RunConfig:
     """The resolved config. Raises ValueError for a file that cannot be read, and for settings that are unknown (with the
     nearest name), invalid or without effect. `--help` prints every setting and exits."""
     from pydantic_config import ConfigFileError, cli
@@ -37,7 +37,7 @@ def parse_config(arguments: Sequence[str]) -> RunConfig:
     try:
         # the overloads of the library leave out `prog` and `description`
         config = cli(  # ty: ignore[no-matching-overload]
-            RunConfig, args=list(arguments), default=default, prog="everlong train", description=DESCRIPTION
+            RunConfig, args=list(arguments), default=default, prog=f"everlong {command}", description=DESCRIPTION
         )
     except ConfigFileError as error:
         cause = error.__cause__

@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from everlong.cli.config import MODEL_CONTEXT, RunConfig
-from everlong.cli.rendering import make_renderer
+from everlong.cli.config import RunConfig
+from everlong.cli.rendering import checkpoint_companions, make_renderer
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.ports import ObjectStore
 from everlong.contracts.records import GenerateRequest
+from everlong.models.config import ScriptedModel, ToyModel
+from everlong.models.source import ModelSource, find_model
 from everlong.orchestrator.cells.worker import Cell
 from everlong.rollouts.renderers.chatml import Renderer
 from everlong.storage import open_store
 from everlong.weights import WeightPublisher, WeightReader
+
+if TYPE_CHECKING:
+    from everlong.models.llama.model import Llama
 
 FACTORY = "everlong.cli.cell:build_cell"
 
@@ -24,21 +30,21 @@ def build_cell(config_path: str) -> Cell:
     folder = RunFolder(Path(config_path).parent)
     config = folder.read_config()
     store = open_store(folder.store_url(config))
-    build = _scripted_cell if config.model.type == "scripted" else _torch_cell
-    return build(config, store)
+    source = find_model(config.model)
+    build = _scripted_cell if isinstance(config.model, ScriptedModel) else _torch_cell
+    return build(config, source, store)
 
 
-def _torch_cell(config: RunConfig, store: ObjectStore) -> Cell:
+def _torch_cell(config: RunConfig, source: ModelSource, store: ObjectStore) -> Cell:
     import torch
 
     from everlong.engines.torch_engine.engine import TorchEngine
     from everlong.models.numerics import Numerics, self_test
-    from everlong.models.toy import build_toy, toy_config
     from everlong.trainer.trainer import PolicyTrainer
 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    numerics, shape = Numerics(config.numerics), toy_config()
+    numerics, shape = Numerics(config.numerics), source.shape
     if numerics is Numerics.ALIGNED:
         self_test(
             shape.hidden_size,
@@ -48,17 +54,17 @@ def _torch_cell(config: RunConfig, store: ObjectStore) -> Cell:
             shape.num_heads,
             shape.num_kv_heads,
         )
-    dtype = getattr(torch, config.model.dtype)
+    tokenizer = make_renderer(config).tokenizer
     lease = asyncio.Lock()
     engine = TorchEngine(
-        build_toy(config.model.seed, dtype, numerics),
+        _build_model(config, source, tokenizer.vocab_size),
         WeightReader(store),
-        token_bytes=make_renderer(config).tokenizer.token_bytes(),
+        token_bytes=tokenizer.token_bytes(),
         config=config.engine,
         lease=lease,
     )
     trainer = PolicyTrainer(
-        build_toy(config.model.seed, dtype, numerics),
+        _build_model(config, source, tokenizer.vocab_size),
         config=config.trainer,
         loss=config.loss,
         ratio=config.ratio,
@@ -68,20 +74,37 @@ def _torch_cell(config: RunConfig, store: ObjectStore) -> Cell:
         publisher=WeightPublisher(store, config.weights.anchor_every),
         seed=config.seed,
         lease=lease,
+        companions=checkpoint_companions(source),
     )
     return Cell(engine, trainer)
 
 
-def _scripted_cell(config: RunConfig, store: ObjectStore) -> Cell:
+def _build_model(config: RunConfig, source: ModelSource, vocab_size: int) -> Llama:
+    import torch
+
+    from everlong.models.checkpoint import load_checkpoint
+    from everlong.models.numerics import Numerics
+    from everlong.models.toy import build_toy
+
+    assert not isinstance(config.model, ScriptedModel)
+    dtype, numerics = getattr(torch, config.model.dtype), Numerics(config.numerics)
+    if isinstance(config.model, ToyModel):
+        return build_toy(config.model.seed, dtype, numerics)
+    assert source.folder is not None
+    return load_checkpoint(source.folder, vocab_size=vocab_size, dtype=dtype, numerics=numerics)
+
+
+def _scripted_cell(config: RunConfig, source: ModelSource, store: ObjectStore) -> Cell:
     from everlong.engines.scripted import ScriptedEngine
     from everlong.trainer.scripted import ScriptedTrainer
 
+    assert isinstance(config.model, ScriptedModel)
     renderer = make_renderer(config)
     engine = ScriptedEngine(
         _ScriptedPart(renderer, config.model.seed),
         WeightReader(store),
         token_bytes=renderer.tokenizer.token_bytes(),
-        max_context=config.engine.context(MODEL_CONTEXT),
+        max_context=config.engine.context(source.shape.max_positions),
     )
     return Cell(engine, ScriptedTrainer(store, WeightPublisher(store, config.weights.anchor_every)))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from everlong.cli.cell import FACTORY, build_cell
-from everlong.cli.config import MODEL_CONTEXT, RunConfig
+from everlong.cli.config import RunConfig
 from everlong.cli.rendering import make_renderer
 from everlong.cli.run_folder import RunFolder
 from everlong.cli.toml import config_text
@@ -20,6 +20,7 @@ from everlong.environments.sandboxes.opening import open_backend
 from everlong.environments.tasks.sources import RunTasks, read_run_tasks
 from everlong.ledger import EpisodeStore, Ledger, LedgerWriter, RunStarted, TokensDiscarded, TurnSampled
 from everlong.models.numerics_env import required_environment
+from everlong.models.source import find_model
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.cells.supervisor import WorkerProcess
 from everlong.orchestrator.conductor import Parts, RunConductor
@@ -33,15 +34,13 @@ from everlong.storage import open_store
 
 def make_sampling(config: RunConfig, engine: Engine) -> Sampling:
     renderer = make_renderer(config)
-    context = config.engine.context(MODEL_CONTEXT)
+    context = config.context(find_model(config.model).shape.max_positions)
     return Sampling(
         engine=engine,
         renderer=renderer,
         params=config.sampling.params(renderer.stop_ids),
         run_seed=config.seed,
-        limits=SessionLimits(
-            max_turns=config.harness.max_turns, max_context=min(context, config.harness.max_context or context)
-        ),
+        limits=SessionLimits(max_turns=config.harness.max_turns, max_context=context),
     )
 
 

@@ -17,7 +17,8 @@ from everlong.contracts.records import SamplingParams
 from everlong.engines.config import EmbeddedConfig
 from everlong.environments.sandboxes.config import SandboxConfig
 from everlong.environments.tasks.config import TasksConfig
-from everlong.models.config import ModelConfig
+from everlong.models.config import ModelConfig, ScriptedModel, ToyModel
+from everlong.models.source import toy_config
 from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
 from everlong.rollouts.config import HarnessConfig
 from everlong.trainer.config import LossConfig, OptimizerConfig, RatioConfig, SapoConfig, TrainerConfig, check_effective
@@ -45,10 +46,6 @@ class SamplingConfig(Config):
             max_tokens=self.max_tokens,
             stop_ids=stop_ids,
         )
-
-
-MODEL_CONTEXT = 4096
-"""Of the toy and of the scripted model."""
 
 
 class WeightsConfig(Config):
@@ -83,7 +80,7 @@ class RunConfig(Config):
     """Where engine and trainer live: in a process of their own, or in the control process (needs torch there)."""
     threads: int | None = Field(None, ge=1)
     """Compute threads of the worker; None takes what the machine has."""
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = ToyModel()
     tasks: TasksConfig = TasksConfig()
     sandbox: SandboxConfig = SandboxConfig()
     harness: HarnessConfig = HarnessConfig()
@@ -113,14 +110,20 @@ class RunConfig(Config):
         """What must fit together across parts. Raises ValueError."""
         if not self.schedule.num_batches and not self.warmup.num_batches:
             raise ValueError("there is nothing to train: schedule.num_batches and warmup.num_batches are both 0")
-        context = self.engine.context(MODEL_CONTEXT)
-        if (self.harness.max_context or 0) > context:
-            raise ValueError(
-                f"harness.max_context {self.harness.max_context} exceeds the {context} tokens of the engine: lower it, or "
-                "raise engine.max_context"
-            )
+        if isinstance(self.model, (ToyModel, ScriptedModel)):  # a checkpoint's is known when it is opened
+            self.context(toy_config().max_positions)
         if self.schedule.num_batches and self.credit.min_verdicts > self.schedule.group_size:
             raise ValueError(
                 f"a group of schedule.group_size={self.schedule.group_size} never has credit.min_verdicts="
                 f"{self.credit.min_verdicts} verdicts, so that nothing would train: raise one or lower the other"
             )
+
+    def context(self, max_positions: int) -> int:
+        """Tokens of an episode, for a model of `max_positions`. Raises ValueError where the engine has not that many."""
+        context = self.engine.context(max_positions)
+        if (self.harness.max_context or 0) > context:
+            raise ValueError(
+                f"harness.max_context {self.harness.max_context} exceeds the {context} tokens of the engine: lower it, or "
+                "raise engine.max_context"
+            )
+        return min(context, self.harness.max_context or context)

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 UNUSED_BY_SCRIPTED = (
     "numerics",
     "threads",
-    "model.dtype",
     "engine.max_running",
     "engine.prefill_chunk_tokens",
     "engine.block_tokens",

@@ -36,6 +36,20 @@ def train(*arguments: Tokens) -> None:
 
 
 @app.command
+def sft(*arguments: Tokens) -> None:
+    """Train a run's warm-up alone: supervised batches on oracle traces. Its checkpoint can start other runs.
+
+    everlong sft @ run.toml --output runs/warm
+    everlong train @ run.toml --model.type folder --model.path runs/warm/checkpoint --warmup.num-batches 0
+
+    Settings are those of `everlong train`; schedule.num_batches counts as 0. Held-out tasks are evaluated at the end.
+    """
+    from everlong.cli.train import sft_command
+
+    sft_command(list(arguments))
+
+
+@app.command
 def resume(run: Path) -> None:
     """Go on with a run that was stopped or killed.
 

@@ -11,6 +11,7 @@ from everlong.cli.rendering import make_renderer
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.records import Episode, Purpose
 from everlong.ledger import EpisodeStore, EpisodeView, check_ledger, read_lifecycle
+from everlong.models.config import FolderModel, HubModel, ModelConfig, ScriptedModel, Smollm2Model, ToyModel
 from everlong.observe import (
     EpisodeText,
     TurnText,
@@ -24,7 +25,20 @@ from everlong.rollouts.renderers.tokenizers import Tokenizer
 from everlong.storage import open_store
 
 NUM_EPISODES = 4
-MODELS = {"toy": "llama of 1.5M parameters over bytes, from random weights", "scripted": "scripted answers, no weights"}
+
+
+def _model(config: ModelConfig) -> str:
+    match config:
+        case ToyModel():
+            return "llama of 1.5M parameters over bytes, from random weights"
+        case ScriptedModel():
+            return "scripted answers, no weights"
+        case Smollm2Model():
+            return f"SmolLM2-135M-Instruct in {config.dtype}"
+        case FolderModel():
+            return f"the checkpoint {config.path} in {config.dtype}"
+        case HubModel():
+            return f"{config.repo} at {config.revision} in {config.dtype}"
 
 
 def write_run_report(folder: RunFolder) -> Path:
@@ -57,7 +71,7 @@ def summarize(config: RunConfig, views: Sequence[EpisodeView]) -> dict[str, str]
     warm_rate = optimizer.supervised_learning_rate or optimizer.learning_rate
     per_batch = f"{schedule.groups_per_batch} tasks with {schedule.group_size} attempts each"
     summary = {
-        "model": MODELS[config.model.type],
+        "model": _model(config.model),
         "tasks": f"trained: {_kinds(views, Purpose.TRAIN)}. Held out: {_kinds(views, Purpose.EVAL)}.",
         "agent": f"answers with a bash command per turn until it says it is done, at most {config.harness.max_turns} turns; "
         "a verifier in the sandbox gives the reward of 0 or 1",

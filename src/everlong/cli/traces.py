@@ -69,5 +69,5 @@ class OracleTraces:
         return traces
 
     def _fingerprint(self) -> str:
-        settings = f"{self._tasks.fingerprint} {self._config.harness!r} {self._config.model.type}"
+        settings = f"{self._tasks.fingerprint} {self._config.harness!r} {self._config.model!r}"
         return blake3(settings.encode()).hexdigest(16)

@@ -1,4 +1,4 @@
-"""`everlong train` and `everlong resume`: from arguments to a finished run and its report."""
+"""`everlong train`, `everlong sft` and `everlong resume`: from arguments to a finished run and its report."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from everlong.cli.sinks import open_sinks
 from everlong.cli.toml import config_text
 from everlong.environments.tasks.sources import read_run_tasks
 from everlong.ledger import Ledger, RunFinished
+from everlong.models.config import ScriptedModel
 from everlong.orchestrator.loop import run
 
 console = Console(stderr=True, highlight=False)
@@ -29,8 +30,25 @@ STOPPED = 130
 
 
 def train_command(arguments: list[str]) -> None:
-    dry = DRY_RUN in arguments
-    config = parse_config([word for word in arguments if word != DRY_RUN])
+    _start(parse_config([word for word in arguments if word != DRY_RUN]), dry=DRY_RUN in arguments)
+
+
+def sft_command(arguments: list[str]) -> None:
+    """Raises ValueError for a config without warm-up batches, or whose model does not train."""
+    config = parse_config([word for word in arguments if word != DRY_RUN], "sft")
+    _start(supervised_only(config), dry=DRY_RUN in arguments)
+
+
+def supervised_only(config: RunConfig) -> RunConfig:
+    """The run's warm-up without its RL batches."""
+    if not config.warmup.num_batches:
+        raise ValueError("sft trains the warm-up's batches and warmup.num_batches is 0: set it to 1 or more")
+    if isinstance(config.model, ScriptedModel):
+        raise ValueError("model.type=scripted has nothing to train: choose toy, smollm2, folder or hub")
+    return config.model_copy(update={"schedule": config.schedule.model_copy(update={"num_batches": 0})})
+
+
+def _start(config: RunConfig, *, dry: bool) -> None:
     if dry:
         print(config_text(config), end="")
         return
@@ -94,7 +112,7 @@ async def _train(config: RunConfig, folder: RunFolder, resume: bool) -> None:
     try:
         async with open_control(config, folder, sinks, time.monotonic, resume=resume) as control:
             await run(control.scheduler, control.conductor, time.monotonic)
-            if config.model.type != "scripted" and not folder.checkpoint.exists():
+            if not isinstance(config.model, ScriptedModel) and not folder.checkpoint.exists():
                 await control.trainer.export(str(folder.checkpoint))
             await control.ledger.append(RunFinished())
     finally:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,8 +16,8 @@ from everlong.models.llama.model import Llama
 from everlong.models.numerics import Numerics
 
 
-def save_checkpoint(model: Llama, folder: Path, files: tuple[Path, ...] = ()) -> None:
-    """Write the folder whole or not at all. `files` (tokenizer.json, ...) are copied beside the weights.
+def save_checkpoint(model: Llama, folder: Path, companions: Mapping[str, bytes] | None = None) -> None:
+    """Write the folder whole or not at all. `companions` (tokenizer.json, ...) are written beside the weights, by name.
 
     Raises FileExistsError when the folder is there already.
     """
@@ -31,8 +31,8 @@ def save_checkpoint(model: Llama, folder: Path, files: tuple[Path, ...] = ()) ->
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         weights = {name: weight.detach().contiguous() for name, weight in model.named_weights().items()}
         save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-        for file in files:
-            shutil.copy(file, target / file.name)
+        for name, content in (companions or {}).items():
+            (target / name).write_bytes(content)
         os.rename(target, folder)
 
 

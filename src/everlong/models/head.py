@@ -7,7 +7,6 @@ kept set is decided once, at sampling, and replayed from the record ever after (
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -25,22 +24,45 @@ def logits_of(hidden_TM: Tensor, head_weight_VM: Tensor, config: LlamaConfig, nu
     return logits
 
 
+UNSETTLED = -1
+RANKED = (1024, 8192)
+"""Highest logits of a row that are sorted first, and next where these do not settle its set; the whole row is where neither
+does. Of 49,152 that costs 0.3, 0.9 and 3.8 ms."""
+
+
 def truncate(logits_TV: Tensor, temperature_T: Tensor, top_k_T: Tensor, top_p_T: Tensor) -> Tensor:
     """bool [T, V]: the top k, and of these the smallest set whose mass reaches top_p (Holtzman et al. 2019, arXiv:1904.09751).
 
     A token is kept while the mass before it is below top_p, so at least one is; of equal probabilities the lower id
-    comes first. top_k 0 keeps all, and so does top_p 1.
+    comes first. top_k 0 keeps all, and so does top_p 1. A row's set depends on that row alone.
     """
-    tempered = logits_TV / temperature_T[:, None]
-    ranked, order = tempered.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(ranked.shape[-1], device=ranked.device)
-    top_k = torch.where(top_k_T > 0, top_k_T, ranked.shape[-1])[:, None]
-    ranked = ranked.masked_fill(rank >= top_k, -torch.inf)
-    mass = ranked.softmax(-1)
+    tempered = _temper(logits_TV, temperature_T)
+    size, lowest = torch.full_like(top_k_T, UNSETTLED), torch.zeros_like(temperature_T)
+    for num_ranked in (*RANKED, tempered.shape[-1]):
+        rows = (size == UNSETTLED).nonzero()[:, 0]
+        if rows.numel() and num_ranked <= tempered.shape[-1]:
+            size[rows], lowest[rows] = _kept_size(tempered[rows], top_k_T[rows], top_p_T[rows], num_ranked)
+    above, equal = tempered > lowest[:, None], tempered == lowest[:, None]
+    missing = size - above.sum(-1)
+    if (rows := (equal.sum(-1) > missing).nonzero()[:, 0]).numel():
+        equal[rows] &= equal[rows].cumsum(-1) <= missing[rows, None]
+    return above | equal
+
+
+def _kept_size(tempered_TV: Tensor, top_k_T: Tensor, top_p_T: Tensor, num_ranked: int) -> tuple[Tensor, Tensor]:
+    """How many tokens a row keeps, int64 [T], and the lowest logit of these; or UNSETTLED."""
+    ranked, ids = tempered_TV.topk(num_ranked, dim=-1)
+    limited = top_k_T > 0
+    inside = ~limited[:, None] | (torch.arange(num_ranked) < top_k_T[:, None])
+    # among the top k the mass is of these alone
+    mass = tempered_TV.softmax(-1).gather(-1, ids)
+    mass = torch.where(limited[:, None], ranked.masked_fill(~inside, -torch.inf).softmax(-1), mass)
     # the first mass may round to 1, and top_p 1 removes nothing
     before = torch.where(top_p_T[:, None] < 1, mass.cumsum(-1) - mass, 0.0)
-    kept = (before < top_p_T[:, None]) & (ranked > -torch.inf)
-    return torch.zeros_like(kept).scatter(-1, order, kept)
+    kept = inside & (before < top_p_T[:, None]) & (ranked > -torch.inf)
+    size = kept.sum(-1)
+    settled = ~kept[:, -1] & (top_k_T <= num_ranked) if num_ranked < tempered_TV.shape[-1] else torch.ones_like(limited)
+    return torch.where(settled, size, UNSETTLED), ranked.gather(-1, (size - 1).clamp(min=0)[:, None])[:, 0]
 
 
 def processed_log_softmax(logits_TV: Tensor, temperature_T: Tensor, keep_TV: Tensor | None) -> Tensor:
@@ -48,10 +70,15 @@ def processed_log_softmax(logits_TV: Tensor, temperature_T: Tensor, keep_TV: Ten
 
     The sum always runs over the whole row, so its bits do not depend on the size of the set.
     """
-    tempered = logits_TV / temperature_T[:, None]
+    tempered = _temper(logits_TV, temperature_T)
     if keep_TV is not None:
         tempered = tempered.masked_fill(~keep_TV, -torch.inf)
     return tempered.log_softmax(-1)
+
+
+def _temper(logits_TV: Tensor, temperature_T: Tensor) -> Tensor:
+    """The same bits whether or not the division by 1 is done, which is a pass over all logits each way."""
+    return logits_TV if bool((temperature_T == 1).all()) else logits_TV / temperature_T[:, None]
 
 
 def keep_mask(kept_ids_K: Tensor, offsets: Tensor, vocab_rows: int) -> Tensor:
@@ -117,8 +144,9 @@ def _chunk(
             raise ValueError(
                 f"kept set of token {first_token + token} lacks its id {int(labels[token])}: refuse the record"
             )
-    logprobs = processed_log_softmax(logits, temperature, keep).gather(-1, labels[:, None])[:, 0]
+    processed = processed_log_softmax(logits, temperature, keep)
+    logprobs = processed.gather(-1, labels[:, None])[:, 0]
     with torch.no_grad():
-        full = F.log_softmax(logits / temperature[:, None], -1)
+        full = processed if keep is None else processed_log_softmax(logits, temperature, None)
         entropy = -(full.exp() * full.clamp(min=-1e30)).sum(-1)
     return logprobs, entropy

@@ -4,24 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from everlong.models.llama.config import LlamaConfig
 from everlong.models.llama.model import Llama
 from everlong.models.numerics import Numerics
-
-
-def toy_config() -> LlamaConfig:
-    """256 bytes and four special tokens, padded to 264 rows."""
-    return LlamaConfig(
-        vocab_size=260,
-        padded_vocab_size=264,
-        hidden_size=128,
-        intermediate_size=344,
-        num_layers=8,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        max_positions=4096,
-    )
+from everlong.models.source import toy_config
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ Heavy work runs in one thread of its own while it holds the compute lease, so th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -55,8 +55,10 @@ class PolicyTrainer:
         publisher: WeightPublisher,
         seed: int,
         lease: asyncio.Lock,
+        companions: Mapping[str, bytes] | None = None,
     ) -> None:
         """`seed` is the run's: a checkpoint of a run with another one is refused. `lease` is shared with the engine.
+        `companions` lie beside the weights in what is exported, by name: the tokenizer and its settings.
 
         Takes over the model. Raises ValueError where the loss could not change the gradient.
         """
@@ -71,7 +73,7 @@ class PolicyTrainer:
         self._initial = {name: weight.detach().clone() for name, weight in model.named_weights().items()}
         self._optimizer = MasterOptimizer(model, optimizer)
         self._checkpoints = CheckpointStore(store, config.checkpoint_keep)
-        self._publisher, self._seed, self._lease = publisher, seed, lease
+        self._publisher, self._seed, self._lease, self._companions = publisher, seed, lease, companions
         self._num_batches = 0
         self._published: WeightSet | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
@@ -98,7 +100,7 @@ class PolicyTrainer:
 
     async def export(self, folder: str) -> None:
         """Write the policy as a Hugging Face checkpoint. Raises FileExistsError where the folder is there already."""
-        await self._run(lambda: save_checkpoint(self._model, Path(folder)))
+        await self._run(lambda: save_checkpoint(self._model, Path(folder), self._companions))
 
     async def close(self) -> None:
         """What runs is finished first; the trainer takes no more calls. Idempotent."""

@@ -29,7 +29,7 @@ from everlong.ledger import (
     RunStarted,
     check_ledger,
 )
-from everlong.models.config import ModelConfig
+from everlong.models.config import ScriptedModel
 from everlong.observe import MemorySink
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.conductor import Parts, RunConductor
@@ -47,7 +47,7 @@ from everlong.trainer.scripted import ScriptedTrainer
 from everlong.weights import WeightPublisher
 
 CONFIG = RunConfig(
-    model=ModelConfig(type="scripted"),
+    model=ScriptedModel(),
     harness=HarnessConfig(system_prompt="", max_turns=3),
     sampling=SamplingConfig(max_tokens=64),
 )

@@ -250,3 +250,27 @@ def test_logits_exist_for_one_chunk_at_a_time_forward_and_backward():
     assert chunk < short < 12 * chunk
     assert long < short + 2 * chunk  # eight times the tokens, no more logits
     assert _peak_bytes(4096, 4096) > 5 * long
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    spread=st.floats(0, 4),
+    top_k=st.sampled_from([0, 1, 5, 1024, 1500]),
+    top_p=st.sampled_from([0.2, 0.95, 0.999, 1.0]),
+)
+def test_ranking_the_highest_first_keeps_what_sorting_the_whole_row_keeps(seed, spread, top_k, top_p):
+    """Rows wider than what is ranked at first, with many equal logits; the reference walks down the sorted row."""
+    row = torch.randn(2000, generator=torch.Generator().manual_seed(seed)).mul(spread).mul(8).round().div(8)
+    order = row.sort(descending=True, stable=True).indices[: top_k or None]
+    mass = row[order].double().softmax(-1)
+    before = mass.cumsum(-1) - mass
+    kept = set(keep(row.tolist(), top_k=top_k, top_p=top_p))
+    if top_p == 1:
+        assert kept == set(order.tolist())
+    else:
+        clear = (before - top_p).abs() > 1e-4  # where rounding cannot decide
+        expected = set(order[(before < top_p) & clear].tolist())
+        assert expected <= kept
+        assert not kept & set(order[(before >= top_p) & clear].tolist())
+        assert kept == set(row.sort(descending=True, stable=True).indices[: len(kept)].tolist())

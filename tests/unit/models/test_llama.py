@@ -152,8 +152,7 @@ def test_positions_count_only_by_their_distance():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_saved_model_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype):
     model = small(dtype)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    save_checkpoint(model, tmp_path / "kept" / "model", files=(tmp_path / "tokenizer.json",))
+    save_checkpoint(model, tmp_path / "kept" / "model", {"tokenizer.json": b"{}"})
     assert (tmp_path / "kept" / "model" / "tokenizer.json").read_text() == "{}"
     back = load_checkpoint(tmp_path / "kept" / "model")
     assert back.config == SMALL
@@ -166,7 +165,7 @@ def test_a_saved_model_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype
 def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path: Path):
     target = tmp_path / "model"
     with pytest.raises(FileNotFoundError):
-        save_checkpoint(small(), target, files=(tmp_path / "no-such-tokenizer.json",))
+        save_checkpoint(small(), target, {"no-such-folder/tokenizer.json": b"{}"})
     assert list(tmp_path.iterdir()) == []
     save_checkpoint(small(), target)
     with pytest.raises(FileExistsError, match="choose another folder"):

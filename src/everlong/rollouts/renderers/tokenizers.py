@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 
@@ -54,6 +55,14 @@ class ByteTokenizer:
 
     def token_bytes(self) -> list[bytes]:
         return [bytes([i]) for i in range(256)] + [b""] * len(self.SPECIAL)
+
+    def to_json(self) -> str:
+        """The same tokenizer as a `tokenizer.json`, which goes with the toy's checkpoints."""
+        tokenizer = FastTokenizer(models.BPE(vocab=_byte_table(), merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in self.SPECIAL])
+        return tokenizer.to_str(pretty=True)
 
 
 class FileTokenizer:

@@ -1,0 +1,95 @@
+"""Where a run's model comes from: its shape, and the folder that holds its files. No torch, so the control process asks too."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from everlong.models.config import FolderModel, HubModel, ModelConfig, Smollm2Model
+from everlong.models.llama.config import LlamaConfig
+from everlong.models.smollm2 import smollm2_folder
+
+CHECKPOINT_FILES = ("config.json", "model.safetensors", "tokenizer.json")
+COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+"""What lies beside the weights and goes with them into every checkpoint that a run exports."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    shape: LlamaConfig
+    """Of a checkpoint as its config.json says it: rows that pad the vocabulary count as tokens here."""
+    folder: Path | None
+    """Where the files are; None where the model is built by code."""
+
+    def companions(self) -> dict[str, bytes]:
+        """The files beside the weights, by name."""
+        folder = self.folder
+        if folder is None:
+            return {}
+        return {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
+
+
+def find_model(config: ModelConfig) -> ModelSource:
+    """Converts or downloads what is not here yet.
+
+    Raises FileNotFoundError naming what is missing; ValueError where the checkpoint's family is not supported.
+    """
+    folder = _folder_of(config)
+    if folder is None:
+        return ModelSource(toy_config(), None)
+    for name in CHECKPOINT_FILES:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"expected a checkpoint folder with {', '.join(CHECKPOINT_FILES)}, found no {name} in {folder}"
+            )
+    return ModelSource(LlamaConfig.from_hf(json.loads((folder / "config.json").read_text())), folder)
+
+
+def toy_config() -> LlamaConfig:
+    """256 bytes and four special tokens, padded to 264 rows."""
+    return LlamaConfig(
+        vocab_size=260,
+        padded_vocab_size=264,
+        hidden_size=128,
+        intermediate_size=344,
+        num_layers=8,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        max_positions=4096,
+    )
+
+
+def _folder_of(config: ModelConfig) -> Path | None:
+    match config:
+        case Smollm2Model():
+            return smollm2_folder()
+        case FolderModel():
+            return config.path
+        case HubModel():
+            return _snapshot(config)
+        case _:
+            return None
+
+
+def _snapshot(config: HubModel) -> Path:
+    """The repository's files in huggingface_hub's own cache; offline where HF_HUB_OFFLINE says so."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise FileNotFoundError(
+            f"model {config.repo} is on the Hugging Face hub, and the Python package huggingface_hub is not installed: "
+            "pip install huggingface_hub, or give model.type=folder a local copy"
+        ) from error
+    try:
+        folder = snapshot_download(
+            config.repo, revision=config.revision, allow_patterns=[*CHECKPOINT_FILES, *COMPANIONS]
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise FileNotFoundError(
+            f"could not get {config.repo} at {config.revision} from the Hugging Face hub ({error}): check the name, the "
+            "revision and the network, or give model.type=folder a local copy"
+        ) from error
+    return Path(folder)
