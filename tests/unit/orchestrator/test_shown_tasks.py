@@ -11,7 +11,7 @@ def test_as_many_different_tasks_are_shown_as_asked_in_the_tasks_order(num_tasks
     num_shown = data.draw(st.integers(1, num_tasks))
     shown = shown_tasks(num_shown, num_tasks, seed)
     assert len(set(shown)) == num_shown and shown == sorted(shown)
-    assert 0 <= shown[0] and shown[-1] < num_tasks
+    assert shown[0] >= 0 and shown[-1] < num_tasks
 
 
 def test_fewer_shown_tasks_are_among_more_of_them():
