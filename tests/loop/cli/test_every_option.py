@@ -109,6 +109,7 @@ CHANGES = {
     "schedule.eval_every": Change(1),
     "schedule.eval_attempts": Change(2),
     "credit.scale": Change("none"),
+    "credit.shuffled": Change(True),
     "credit.leave_one_out": Change(True, {"credit.scale": "none"}),
     "credit.min_verdicts": Change(3, {"schedule.group_size": 4}),
     "admission.zero_signal": Change("keep"),
