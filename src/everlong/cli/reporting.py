@@ -14,6 +14,7 @@ from everlong.ledger import EpisodeStore, EpisodeView, check_ledger, read_lifecy
 from everlong.models.config import FolderModel, HubModel, ModelConfig, ScriptedModel, Smollm2Model, ToyModel
 from everlong.observe import (
     EpisodeText,
+    LossRow,
     TurnText,
     plot_panels,
     read_evaluations,
@@ -50,8 +51,14 @@ def write_run_report(folder: RunFolder) -> Path:
     episodes = [episode_text(store.get(view.payload_key, view.payload_hash), tokenizer) for view in _telling(views)]
     if panels := read_panels(read_points(folder.metrics)):
         plot_panels(panels, folder.path / "curves.png")
-    balance = check_ledger(folder.ledger).balance
-    return write_report(folder.path, summary=summarize(config, views), balance=balance.tables(), episodes=episodes)
+    ledger = check_ledger(folder.ledger)
+    return write_report(
+        folder.path,
+        summary=summarize(config, views),
+        balance=ledger.balance.tables(),
+        losses=[LossRow(length=d.name, episodes=d.episodes, lost=d.lost) for d in ledger.deciles],
+        episodes=episodes,
+    )
 
 
 def success_lines(folder: RunFolder) -> list[str]:

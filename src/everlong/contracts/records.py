@@ -133,6 +133,8 @@ class GenerateReply(Record, frozen=True, kw_only=True, eq=False):
     """The stop id or string that ended the turn."""
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values were found in the prefix cache."""
+    num_reported: int | None = None
+    """Tokens that the engine says it sampled, counted apart from the ids; None where it does not say."""
 
 
 class EngineStatus(Record, frozen=True, kw_only=True):

@@ -463,6 +463,7 @@ class Lifecycle:
 
 
 def replay(facts: Iterable[Fact]) -> Lifecycle:
+    """What the facts amount to. Raises LedgerError at the first that contradicts the ones before it."""
     lifecycle = Lifecycle()
     for fact in facts:
         lifecycle.apply(fact)

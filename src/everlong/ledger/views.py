@@ -70,6 +70,11 @@ class Decile(Record, frozen=True, kw_only=True):
     def loss_rate(self) -> float:
         return self.lost / self.episodes
 
+    @property
+    def name(self) -> str:
+        """Example: "190 to 200 tokens"."""
+        return f"{self.min_tokens:,} to {self.max_tokens:,} tokens"
+
 
 def balance_of(episodes: Iterable[EpisodeView]) -> Balance:
     ended: dict[str, Counter[str]] = {}

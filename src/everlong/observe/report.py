@@ -45,6 +45,17 @@ class EpisodeText(Record, frozen=True, kw_only=True):
     """None where nobody judged."""
 
 
+class LossRow(Record, frozen=True, kw_only=True):
+    """What became of the episodes of about one length.
+
+    Example: LossRow(length="190 to 200 tokens", episodes=20, lost=3)
+    """
+
+    length: str
+    episodes: int
+    lost: int
+
+
 class Evaluation(Record, frozen=True, kw_only=True):
     """Held-out tasks at one moment of the run, with the 95 % interval of the success."""
 
@@ -77,12 +88,13 @@ def write_report(
     *,
     summary: Mapping[str, str],
     balance: Mapping[str, Mapping[str, int]],
+    losses: Sequence[LossRow] = (),
     episodes: Sequence[EpisodeText] = (),
 ) -> Path:
     """Write `report.html` into the run's folder, from its `metrics.jsonl` and `config.toml`; the path of the report.
 
-    `summary`: what was trained and how, a sentence per part. `balance`: the ledger's counts, by table and row. Parts
-    that the run does not have yet are left out and said to be.
+    `summary`: what was trained and how, a sentence per part. `balance`: the ledger's counts, by table and row.
+    `losses`: from the shortest episodes to the longest. Parts that the run does not have yet are left out and said to be.
     """
     folder = Path(run_folder)
     points = read_points(folder / METRICS_FILE)
@@ -92,6 +104,7 @@ def write_report(
         panels=[(panel.title, _picture(panel)) for panel in read_panels(points)],
         evaluations=read_evaluations(points),
         balance=balance,
+        losses=losses,
         timings=read_timings(points),
         episodes=episodes,
         config=(folder / CONFIG_FILE).read_text() if (folder / CONFIG_FILE).exists() else "",

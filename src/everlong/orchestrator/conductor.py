@@ -306,6 +306,8 @@ class RunConductor:
         watch.lap("recording")
         values = {**_reward_metrics(groups), **packed.stats, **report.metrics, **sampling, **watch.seconds}
         values["groups_without_signal"] = float(sum(group.discarded is not None for group in scored))
+        deciles = self._parts.ledger.lifecycle.loss_by_length_decile()
+        values |= {f"lost_by_length/{place:02d}": decile.loss_rate for place, decile in enumerate(deciles, start=1)}
         self._parts.metrics.log("batch", action.batch, values)
         return events.BatchDone(self._parts.clock(), action.batch, report.policy_version)
 
@@ -400,6 +402,7 @@ def _reward_metrics(groups: Mapping[int, Sequence[Episode]]) -> dict[str, float]
         "success": float(np.mean([reward >= 1.0 for reward in rewards])) if rewards else float("nan"),
         "episodes": float(len(episodes)),
         "without_verdict": float(len(episodes) - len(rewards)),
+        "group_size": len(rewards) / max(1, len(groups)),
         "turns_per_episode": float(np.mean([len(e.turns) for e in episodes])) if episodes else 0.0,
         "sampled_tokens": float(sum(e.num_sampled for e in episodes)),
     }

@@ -234,6 +234,9 @@ async def test_a_grader_that_fails_every_third_time_costs_these_episodes_and_not
     assert balance.ended["failed"] == {"verifier_crash": 24}
     assert sum(sum(balance.ended.get(state, {}).values()) for state in ("trained", "discarded")) == 48
     assert balance.tokens_discarded["no_verdict"] > 0 and balance.tokens_trained > 0
+    rows = [point.values for point in one.metrics.points if point.axis == "batch"]
+    lost = [rows[-1][f"lost_by_length/{place:02d}"] for place in range(1, 11)]
+    assert sum(lost) / len(lost) == pytest.approx(1 / 3, abs=0.05), "a third of the episodes, over all lengths"
     without = [point.values["without_verdict"] for point in one.metrics.points if point.axis == "batch"]
     assert sum(without) == 24, "the metrics count what the ledger counts"
 
@@ -255,25 +258,6 @@ async def test_an_aborted_run_goes_on_once_the_grader_is_mended_and_ends_as_if_n
     await one.drive()
     assert one.balance().ended["failed"]["verifier_crash"] >= 3
     assert one.groups() == [(0, 1, 2), (3, 4, 5), (6, 7, 8)]
-
-
-async def test_at_the_deadline_late_episodes_are_masked_and_every_offered_one_has_an_end(world):
-    one = world(batch_deadline_s=0.5, num_batches=2, max_running=3)
-    await one.drive(stalled=["train-000000-000", "train-000000-001", "train-000001-000"])
-    balance = one.balance()
-    assert one.groups() == [(0, 1, 2), (3, 4, 5)]
-    assert balance.offered == 24 and not balance.open
-    assert balance.ended["cancelled"]["deadline"] >= 3
-    assert sum(balance.ended["trained"].values()) >= 12, "the second batch is whole"
-
-
-async def test_at_the_deadline_late_groups_are_replaced_by_the_next_ones(world):
-    one = world(batch_deadline_s=0.5, on_deadline="replace", num_batches=2)
-    await one.drive(stalled=["train-000001-002"])
-    balance = one.balance()
-    assert one.groups() == [(0, 2, 3), (4, 5, 6)]
-    assert balance.ended["cancelled"] == {"group_replaced": 4}
-    assert balance.tokens_discarded["group_replaced"] > 0
 
 
 @pytest.mark.parametrize("on_deadline", ["mask", "replace"])

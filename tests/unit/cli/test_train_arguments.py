@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from everlong.cli.arguments import parse_config
 from everlong.cli.config import RunConfig
 from everlong.cli.main import main
 from everlong.cli.toml import config_text, read_config
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
-from everlong.trainer.config import GrpoConfig, TokenMask
+from everlong.trainer.config import GrpoConfig, RatioConfig, TokenMask, TokenTruncation
+
+TWO_UPDATES = {"updates_per_batch": 2}
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -135,6 +139,33 @@ def test_the_resolved_file_reads_back_as_the_same_config(config: RunConfig, tmp_
     path.write_text(config_text(config))
     assert read_config(path) == config
     assert parse_config(["@", str(path)]) == config
+
+
+def leaves(settings: BaseModel, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, BaseModel):
+            yield from leaves(value, (*path, name))
+        else:
+            yield (*path, name)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RunConfig(),
+        RunConfig(loss=GrpoConfig(), ratio=RatioConfig(base="proximal", correction=TokenMask()), trainer=TWO_UPDATES),
+        RunConfig(ratio=RatioConfig(base="proximal", correction=TokenTruncation()), trainer=TWO_UPDATES),
+    ],
+    ids=["sapo", "grpo and mask", "truncation"],
+)
+def test_every_setting_is_in_the_resolved_file(config: RunConfig) -> None:
+    written = tomllib.loads(config_text(config))
+    for path in leaves(config):
+        table = written
+        for name in path:
+            assert name in table, ".".join(path)
+            table = table[name]
 
 
 def test_dry_run_prints_the_resolved_file_and_starts_nothing(tmp_path, monkeypatch, capsys) -> None:

@@ -13,7 +13,7 @@ from everlong.observe import MemorySink
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.conductor import Parts, RunConductor
 from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
-from everlong.orchestrator.events import EpisodeEnded, RunAborted
+from everlong.orchestrator.events import EpisodeEnded
 from everlong.orchestrator.loop import run
 from everlong.orchestrator.scheduler import RoundScheduler
 from everlong.storage import open_store
@@ -29,11 +29,11 @@ NUM_TOKENS = 3
 class World:
     """A run of two batches, two groups of four; `outcome` says how each order ends, and may wait before it does.
 
-    The clock stands at 0, and at 100 from the moment at which `late_after` episodes have ended.
+    Attempt `crashes` of every group ends before its first token. The clock stands at 0, and at 100 from the moment at which `late_after` episodes have ended.
     """
 
-    def __init__(self, tmp_path, outcome, late_after=1000, **schedule) -> None:
-        self.late_after, self.num_ended = late_after, 0
+    def __init__(self, tmp_path, outcome, late_after=1000, crashes=-1, **schedule) -> None:
+        self.crashes, self.late_after, self.num_ended = crashes, late_after, 0
         self.outcome, self.path, self.metrics = outcome, tmp_path / "ledger.db", MemorySink()
         self.ledger = Ledger.open(self.path)
         self.writer = LedgerWriter(self.ledger)
@@ -65,6 +65,9 @@ class World:
         return 100.0 if self.num_ended >= self.late_after else 0.0
 
     async def run_episode(self, order: EpisodeOrder) -> Episode:
+        if order.attempt == self.crashes:
+            reason = Reason.SANDBOX_CRASH
+            return Episode(order=order, reason=reason, verdict=Verdict(reward=None, reason=reason), error="boom")
         turn = Turn(
             index=0,
             parent=-1,
@@ -121,35 +124,6 @@ def rewarded(order: EpisodeOrder) -> float:
     return float(order.attempt % 2)
 
 
-async def test_a_verifier_that_breaks_on_every_third_episode_costs_these_and_no_others(opened):
-    count = 0
-
-    async def outcome(order):
-        nonlocal count
-        count += 1
-        return (Reason.VERIFIER_CRASH, None) if count % 3 == 0 else (Reason.DONE, rewarded(order))
-
-    world = opened(outcome, max_failures=2, max_running=1)
-    await world.run()
-    balance = world.report()
-    assert balance.offered == 16 and not balance.open
-    assert balance.ended == {"failed": {"verifier_crash": 5}, "trained": {"done": 11}}
-    assert (balance.tokens_trained, balance.tokens_discarded) == (11 * NUM_TOKENS, {"no_verdict": 5 * NUM_TOKENS})
-    assert sum(point.values["without_verdict"] for point in world.metrics.points if point.axis == "batch") == 5
-
-
-async def test_a_verifier_that_always_breaks_ends_the_run_with_its_traceback(opened):
-    async def outcome(order):
-        return Reason.VERIFIER_CRASH, None
-
-    world = opened(outcome, max_failures=3, max_running=1)
-    with pytest.raises(RunAborted, match="Traceback: boom"):
-        await world.run()
-    balance = world.report()
-    assert (balance.tokens_trained, balance.ended) == (0, {})
-    assert 3 <= balance.offered <= 4, "what was finished waits for a resume, and at most one more was started"
-
-
 async def test_an_exception_that_is_no_episodes_own_stops_the_run_as_it_was_raised(opened):
     async def outcome(order):
         raise RuntimeError("a bug of ours")
@@ -184,6 +158,20 @@ async def test_a_group_that_is_late_is_replaced_and_nothing_of_it_is_trained(ope
     assert balance.ended == {"cancelled": {"group_replaced": 4}, "trained": {"done": 8}}
     assert balance.tokens_discarded == {"group_replaced": 4 * NUM_TOKENS}
     assert world.writer.lifecycle.batches[0].groups == (0, 2)
+
+
+async def test_a_member_that_failed_before_its_first_token_leaves_a_group_of_three(opened):
+    async def outcome(order):
+        return Reason.DONE, {0: 1.0, 2: 0.0, 3: 1.0}[order.attempt]
+
+    world = opened(outcome, num_batches=1, groups_per_batch=1, crashes=1)
+    await world.run()
+    (row,) = (point.values for point in world.metrics.points if point.axis == "batch")
+    assert (row["group_size"], row["without_verdict"]) == (3, 1)
+    assert row["reward"] == pytest.approx(0.666667, abs=1e-6), "the baseline of its one group"
+    balance = world.report()
+    assert balance.ended == {"failed": {"sandbox_crash": 1}, "trained": {"done": 3}}
+    assert (balance.tokens_sampled, balance.tokens_trained) == (3 * NUM_TOKENS, 3 * NUM_TOKENS)
 
 
 async def test_a_group_without_signal_is_discarded_by_name(opened):

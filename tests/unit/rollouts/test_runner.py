@@ -106,6 +106,12 @@ class World:
         return episode
 
 
+async def test_tokens_that_an_engine_counted_and_did_not_send_make_no_turn(task: HarborTask):
+    episode = await World(task, faults=(Fault.LOSE,)).run()
+    assert (episode.reason, episode.reward, episode.turns) == (Reason.ENGINE_FAILURE, None, ())
+    assert episode.num_discarded == len(BYTES.encode("$ echo hi")) and "reported" in episode.error
+
+
 async def test_an_answered_task_is_graded_and_every_turn_is_in_the_journal_first(task: HarborTask):
     world = World(task)
     episode = await world.run()

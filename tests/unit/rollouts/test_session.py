@@ -177,8 +177,16 @@ async def test_sampled_ids_are_never_encoded_again():
     assert columns.trainable.astype(int).tolist() == [0, 0, 1, 1, 0]
     assert columns.logprobs[2:4].tolist() == pytest.approx([-0.1, -0.2])
     assert np.isnan(columns.logprobs[[0, 1, 4]]).all()
-    assert tree.drift([20, 21, 7, 30]) == 2
     assert session.num_forks == 0
+
+
+async def test_a_history_that_a_client_encoded_again_is_counted_and_deviates_at_a_known_token():
+    session = make_session(FakeEngine([reply([5, 6]), reply([7])]), BareRenderer())
+    await session.chat([user("pr")])
+    await session.chat([user("prabok")])
+    tree, last = EpisodeTree(session.turns), session.turns[1]
+    assert tree.prompt_ids(last).tolist() == [20, 21, 7, 30]
+    assert (session.num_forks, tree.departure(last)) == (1, 2)
 
 
 async def test_the_separator_behind_a_turn_is_there_once_and_is_context():
@@ -380,6 +388,7 @@ LIES: dict[str, tuple[Answer, str]] = {
     "no temperature": (forged(temperatures=nan(np.nan, np.nan)), "temperature"),
     "another request": (lambda r: msgspec.structs.replace(reply([5, 6])(r), request_id="other"), "other"),
     "more than was asked": (reply([5] * 65), "65"),
+    "fewer ids than it reported": (lambda r: msgspec.structs.replace(reply([5, 6])(r), num_reported=3), "reported 3"),
 }
 
 

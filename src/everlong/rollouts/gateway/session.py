@@ -279,6 +279,8 @@ def _problem(request: GenerateRequest, reply: GenerateReply, vocab_size: int) ->
         return f"the engine answered {reply.request_id!r} to {request.request_id!r}"
     if not len(ids):
         return None if reply.finish_reason is FinishReason.ABORT else "the engine sampled nothing"
+    if reply.num_reported not in (None, len(ids)):
+        return f"the engine reported {reply.num_reported} sampled tokens but gave {len(ids)} ids: some were lost on the way"
     if len(ids) > asked.max_tokens:
         return f"the engine sampled {len(ids)} tokens and was allowed {asked.max_tokens}"
     if ids.min() < 0 or ids.max() >= vocab_size:
