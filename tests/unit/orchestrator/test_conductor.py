@@ -5,16 +5,17 @@ import asyncio
 import pytest
 
 from everlong.contracts.errors import Reason
-from everlong.contracts.records import Episode, EpisodeOrder, FinishReason, Turn, Verdict
+from everlong.contracts.records import Episode, EpisodeOrder, FinishReason, Purpose, Turn, Verdict
 from everlong.contracts.tokens import TokenColumns
 from everlong.engines.scripted import ScriptedEngine
-from everlong.ledger import EpisodeStore, Ledger, LedgerWriter, RunStarted, TurnSampled, check_ledger
+from everlong.ledger import EpisodeStore, Ledger, LedgerWriter, RunStarted, TurnSampled, check_ledger, read_lifecycle
 from everlong.observe import MemorySink
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.conductor import Parts, RunConductor
 from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
 from everlong.orchestrator.events import EpisodeEnded
 from everlong.orchestrator.loop import run
+from everlong.orchestrator.recovery import progress_of
 from everlong.orchestrator.scheduler import RoundScheduler
 from everlong.storage import open_store
 from everlong.trainer.scripted import ScriptedTrainer
@@ -29,15 +30,18 @@ NUM_TOKENS = 3
 class World:
     """A run of two batches, two groups of four; `outcome` says how each order ends, and may wait before it does.
 
-    Attempt `crashes` of every group ends before its first token. The clock stands at 0, and at 100 from the moment at which `late_after` episodes have ended.
+    Attempt `crashes` of every group ends before its first token. The clock stands at 0, and at 100 from the moment at
+    which `late_after` episodes have ended.
     """
 
     def __init__(self, tmp_path, outcome, late_after=1000, crashes=-1, **schedule) -> None:
         self.crashes, self.late_after, self.num_ended = crashes, late_after, 0
+        self.is_late = asyncio.Event()
         self.outcome, self.path, self.metrics = outcome, tmp_path / "ledger.db", MemorySink()
         self.ledger = Ledger.open(self.path)
         self.writer = LedgerWriter(self.ledger)
         store = open_store("memory://")
+        self.episodes = EpisodeStore(store)
         engine = ScriptedEngine(lambda request: [1], WeightReader(store), token_bytes=[b"a", b"b"])
         self.scheduler = RoundScheduler(
             ScheduleConfig(**{"num_batches": 2, "groups_per_batch": 2, "group_size": 4, **schedule}),
@@ -52,7 +56,7 @@ class World:
                 engine=engine,
                 trainer=ScriptedTrainer(store, WeightPublisher(store, 1)),
                 ledger=self.writer,
-                episodes=EpisodeStore(store),
+                episodes=self.episodes,
                 batches=BatchMaker(GroupMeanConfig(), AdmissionConfig(), PackingConfig(), 0),
                 warmup_batch=None,  # type: ignore[arg-type]  # there is no warm-up
                 metrics=self.metrics,
@@ -98,6 +102,8 @@ class World:
     async def next_event(self, wake_at_s):
         event = await self.conductor.next_event(wake_at_s)
         self.num_ended += isinstance(event, EpisodeEnded)
+        if self.num_ended >= self.late_after:
+            self.is_late.set()
         assert self.writer.lifecycle.balance().holds
         return event
 
@@ -144,6 +150,25 @@ async def test_a_member_that_is_late_is_masked_and_its_batch_is_trained(opened):
     assert balance.ended == {"cancelled": {"deadline": 1}, "trained": {"done": 7}}
     assert balance.tokens_trained == 7 * NUM_TOKENS and sum(balance.tokens_discarded.values()) == NUM_TOKENS
     assert world.scheduler.deadlines == 1
+
+
+async def test_a_finished_group_can_be_used_while_another_still_runs(opened, tmp_path):
+    used = []
+
+    async def outcome(order):
+        if (order.group, order.attempt) == (1, 2):
+            await world.is_late.wait()
+            lifecycle = read_lifecycle(world.path)
+            assert lifecycle.is_finished(Purpose.TRAIN, 0) and not lifecycle.is_finished(Purpose.TRAIN, 1)
+            views = [lifecycle.episodes[name] for name in lifecycle.groups[Purpose.TRAIN, 0].episodes]
+            used.extend(world.episodes.get(view.payload_key, view.payload_hash) for view in views)
+            served = progress_of(lifecycle).ended
+            assert {view.episode for view in views} <= served, "a resumed run does not sample them again"
+        return Reason.DONE, rewarded(order)
+
+    world = opened(outcome, num_batches=1, late_after=7)
+    await world.run()
+    assert [episode.reward for episode in used] == [0.0, 1.0, 0.0, 1.0]
 
 
 async def test_a_group_that_is_late_is_replaced_and_nothing_of_it_is_trained(opened):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from everlong.contracts.errors import SandboxError
+from everlong.contracts.ports import ExecResult
 from everlong.contracts.records import EpisodeOrder, Purpose, SamplingParams
 from everlong.contracts.tokens import NO_VERSION
 from everlong.engines.scripted import ScriptedEngine
@@ -87,6 +89,15 @@ async def test_an_oracle_leaves_no_sandbox_behind(task: HarborTask):
     harness = BashHarness(HarnessConfig())
     for _ in range(2):
         await oracle_trace(task, COMMANDS, renderer=ChatML(BYTES), harness=harness, backend=backend)
+    assert not backend.sandboxes
+
+
+async def test_an_oracle_that_outlasts_the_time_to_live_is_a_sandbox_error(task: HarborTask):
+    backend = ScriptedBackend(lambda sandbox, command: ExecResult(exit_code=0, output=b"", elapsed_s=9.0))
+    play = {"renderer": ChatML(BYTES), "harness": BashHarness(HarnessConfig()), "backend": backend}
+    await oracle_trace(task, COMMANDS, **play, ttl_s=20.0)
+    with pytest.raises(SandboxError, match="10"):
+        await oracle_trace(task, COMMANDS, **play, ttl_s=10.0)
     assert not backend.sandboxes
 
 

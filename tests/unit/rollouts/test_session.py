@@ -23,7 +23,7 @@ from everlong.contracts.records import (
     decode_record,
     encode_record,
 )
-from everlong.contracts.tokens import TokenColumns
+from everlong.contracts.tokens import STREAMS, TokenColumns
 from everlong.engines.scripted import Fault, ScriptedEngine
 from everlong.rollouts.gateway.session import ContextFull, Session, SessionClosed, SessionLimits, TurnLimit
 from everlong.rollouts.messages import Message, ToolCall
@@ -404,6 +404,19 @@ async def test_a_reply_that_cannot_be_is_refused_and_its_tokens_are_discarded(li
     assert (session.num_discarded, session.turns) == (num_tokens, ())
     await session.chat([user("p")])
     assert [turn.sampled.ids.tolist() for turn in session.turns] == [[5]], "the session goes on"
+
+
+async def test_a_retry_starts_every_stream_anew():
+    cut = reply([5, 6, 7], [-0.1, -0.2, -0.3])
+    aborted = lambda request: msgspec.structs.replace(cut(request), finish_reason=FinishReason.ABORT)  # noqa: E731
+    session = make_session(FakeEngine([aborted, reply([8, 9], [-0.4, -0.5])]), BareRenderer())
+    with pytest.raises(RequestAborted):
+        await session.chat([user("p")])
+    await session.chat([user("p")])
+    (turn,) = session.turns
+    assert [len(getattr(turn.sampled, stream)) for stream in (*STREAMS, "kept")] == [2] * (len(STREAMS) + 1)
+    assert turn.sampled.logprobs.tolist() == pytest.approx([-0.4, -0.5])
+    assert session.num_discarded == 3
 
 
 async def test_a_reply_without_tokens_is_an_engine_failure():

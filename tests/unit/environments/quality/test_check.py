@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -54,6 +54,7 @@ class FakeBackend:
     refuses: bool = False
     open: int = 0
     most: int = 0
+    lives: list[float | None] = field(default_factory=list)
 
     async def probe(self) -> Capabilities:
         return Capabilities(isolation="none", network_off=False, memory_limit=False, process_limit=False)
@@ -62,6 +63,7 @@ class FakeBackend:
         if self.refuses:
             raise SandboxError("no more sandboxes")
         self.open += 1
+        self.lives.append(spec.ttl_s)
         self.most = max(self.most, self.open)
         return FakeSandbox(self, spec)
 
@@ -110,6 +112,16 @@ async def test_a_task_without_a_solution_is_not_proven(tasks: list[HarborTask], 
 async def test_a_failing_backend_is_a_problem_of_the_report(tasks: list[HarborTask]):
     reports = await check_tasks(tasks, FakeBackend(lambda solved, name: b"1", refuses=True))
     assert [report.problems for report in reports] == [("no more sandboxes",)] * 3
+
+
+async def test_every_sandbox_has_the_time_to_live_and_a_task_that_needs_longer_is_not_proven(tasks: list[HarborTask]):
+    timed = msgspec.structs.replace(tasks[0].task, agent_timeout_s=100.0, verifier_timeout_s=20.0)
+    task = msgspec.structs.replace(tasks[0], task=timed)
+    backend = FakeBackend(lambda solved, name: b"1" if solved else b"0")
+    (short,) = await check_tasks([task], backend, ttl_s=100.0)
+    assert short.problems[0].startswith("a sandbox must live longer than 125 s") and not backend.lives
+    (long,) = await check_tasks([task], backend, ttl_s=130.0)
+    assert long.ok and set(backend.lives) == {130.0}
 
 
 async def test_a_changed_oracle_verdict_keeps_the_reason(tasks: list[HarborTask]):
