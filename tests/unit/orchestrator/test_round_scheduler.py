@@ -277,3 +277,9 @@ def test_warm_up_traces_come_in_epochs_whatever_the_batch_size():
 def test_training_without_tasks_is_refused_before_anything_starts():
     with pytest.raises(ValueError, match="no training tasks"):
         make(tasks=[])
+
+
+def test_a_batch_that_holds_more_groups_than_there_are_tasks_is_whole_and_trained():
+    world = World(make(num_batches=1, groups_per_batch=64, tasks=[f"t{n}" for n in range(63)]))
+    asked = Counter(order.task for order in world.orders)
+    assert (len(asked), sorted(asked.values())[-2:]) == (63, [1, 2]), "the 64th is the first of the next epoch"
