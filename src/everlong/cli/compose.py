@@ -25,7 +25,7 @@ from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.cells.supervisor import WorkerProcess
 from everlong.orchestrator.conductor import Parts, RunConductor
 from everlong.orchestrator.recovery import interruptions, progress_of
-from everlong.orchestrator.scheduler import RoundScheduler
+from everlong.orchestrator.scheduler import RoundScheduler, is_checkpoint_due
 from everlong.rollouts.gateway.session import SessionLimits
 from everlong.rollouts.harnesses.bash import BashHarness
 from everlong.rollouts.runner import EpisodeRunner, Sampling
@@ -123,7 +123,7 @@ async def open_control(
         cell = await stack.enter_async_context(open_cell(config, folder))
         conductor = RunConductor(_parts(config, folder, tasks, writer, backend, cell, metrics, clock))
         if resume:
-            await conductor.recover()
+            await conductor.recover(lambda batch: is_checkpoint_due(batch, config.schedule, config.warmup))
         else:
             await cell.trainer.restore()
         scheduler = RoundScheduler(

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import posixpath
-import sys
 from pathlib import Path
 
 from everlong.contracts.errors import Reason, SandboxError
 from everlong.contracts.ports import Command, ExecResult, Mount, Sandbox, SandboxSpec
-from everlong.contracts.records import Verdict
+from everlong.contracts.records import MAX_REWARD, Verdict
 from everlong.environments.tasks.content_hash import content_hash
 from everlong.environments.tasks.harbor import HarborTask
 
@@ -130,8 +129,8 @@ def parse_reward(raw: bytes, name: str) -> float:
     value: object = json.loads(text) if name.endswith(".json") else _number(text, name)
     if isinstance(value, dict):
         value = value.get("reward")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        raise ValueError(f"{name} must hold a finite number, got {text[:80]!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_REWARD:
+        raise ValueError(f"{name} must hold a finite number of at most {MAX_REWARD:.3g}, got {text[:80]!r}")
     return float(value)
 
 
