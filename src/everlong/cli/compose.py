@@ -18,7 +18,7 @@ from everlong.contracts.ports import Engine, MetricSink, SandboxBackend, Trainer
 from everlong.contracts.records import EpisodeOrder
 from everlong.environments.sandboxes.opening import open_backend
 from everlong.environments.tasks.sources import RunTasks, read_run_tasks
-from everlong.ledger import EpisodeStore, Ledger, LedgerWriter, RunStarted, TokensDiscarded, TurnSampled
+from everlong.ledger import CallUncounted, EpisodeStore, Ledger, LedgerWriter, RunStarted, TokensDiscarded, TurnSampled
 from everlong.models.numerics_env import required_environment
 from everlong.models.source import find_model
 from everlong.orchestrator.batches import BatchMaker
@@ -58,6 +58,11 @@ class LedgerJournal:
     async def tokens_discarded(self, order: EpisodeOrder, num_tokens: int, reason: str) -> None:
         await self.ledger.append(
             TokensDiscarded(episode=order.episode, incarnation=order.incarnation, num_tokens=num_tokens, reason=reason)
+        )
+
+    async def call_uncounted(self, order: EpisodeOrder, max_tokens: int, reason: str) -> None:
+        await self.ledger.append(
+            CallUncounted(episode=order.episode, incarnation=order.incarnation, max_tokens=max_tokens, reason=reason)
         )
 
 

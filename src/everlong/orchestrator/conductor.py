@@ -203,13 +203,14 @@ class RunConductor:
             reason = self._cancelled.get(order.episode)
             if reason is None:
                 raise
-            sampled = self._parts.ledger.lifecycle.episodes[order.episode].num_sampled
+            view = self._parts.ledger.lifecycle.episodes[order.episode]
             return Episode(
                 order=order,
                 reason=reason,
                 verdict=Verdict(reward=None, reason=reason),
-                num_discarded=sampled,
+                num_discarded=view.num_sampled,
                 elapsed_s=self._parts.clock() - started,
+                metrics={"uncounted_calls": float(view.uncounted_calls)},
             )
         finally:
             del self._running[order.episode]

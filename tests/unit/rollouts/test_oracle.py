@@ -35,6 +35,8 @@ class Accounts:
 
     async def tokens_discarded(self, order, num_tokens, reason) -> None: ...
 
+    async def call_uncounted(self, order, max_tokens, reason) -> None: ...
+
 
 async def test_the_trainable_tokens_say_the_commands_and_the_end(task: HarborTask):
     trace = await oracle_trace(
@@ -93,5 +95,5 @@ async def test_an_oracle_leaves_no_sandbox_behind(task: HarborTask):
 class _FirstCommandIsText(ChatML):
     """A syntax in which calls cannot be told from text."""
 
-    def parse(self, ids, turn):
-        return super().parse([ord("x"), *ids], turn)
+    def parse(self, ids, turn, *, cut=False):
+        return super().parse([ord("x"), *ids], turn, cut=cut)
