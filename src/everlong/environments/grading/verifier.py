@@ -15,9 +15,8 @@ from everlong.contracts.errors import Reason, SandboxError
 from everlong.contracts.ports import Command, ExecResult, Mount, Sandbox, SandboxSpec
 from everlong.contracts.records import MAX_REWARD, Verdict
 from everlong.environments.tasks.content_hash import content_hash
-from everlong.environments.tasks.harbor import HarborTask
+from everlong.environments.tasks.harbor import VERDICT_FOLDER, HarborTask
 
-VERDICT_FOLDER = "/logs/verifier"
 REWARD_FILES = (f"{VERDICT_FOLDER}/reward.json", f"{VERDICT_FOLDER}/reward.txt")
 """In the order in which they are believed."""
 
