@@ -16,10 +16,11 @@ from everlong.cli.toml import config_text
 from everlong.cli.traces import OracleTraces
 from everlong.contracts.ports import Engine, MetricSink, SandboxBackend, Trainer
 from everlong.contracts.records import EpisodeOrder
+from everlong.environments.grading.verifier import check_verdict_paths
 from everlong.environments.sandboxes.opening import open_backend
 from everlong.environments.tasks.sources import RunTasks, read_run_tasks
 from everlong.ledger import CallUncounted, EpisodeStore, Ledger, LedgerWriter, RunStarted, TokensDiscarded, TurnSampled
-from everlong.models.numerics_env import required_environment
+from everlong.models.numerics_env import prepare_process, required_environment
 from everlong.models.source import find_model
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.cells.supervisor import WorkerProcess
@@ -82,6 +83,7 @@ class CellPorts:
 async def open_cell(config: RunConfig, folder: RunFolder) -> AsyncGenerator[CellPorts]:
     """The cell in a process of its own, or in this one."""
     if config.worker == "inline":
+        prepare_process(config.numerics)
         cell = build_cell(str(folder.config))
         assert cell.trainer is not None
         try:
@@ -125,6 +127,7 @@ async def open_control(
         await _announce(writer, config, tasks, resume)
         backend = open_backend(config.sandbox, folder.path)
         stack.push_async_callback(backend.close)
+        await check_verdict_paths(tasks.by_id().values(), backend)
         cell = await stack.enter_async_context(open_cell(config, folder))
         conductor = RunConductor(_parts(config, folder, tasks, writer, backend, cell, metrics, clock))
         if resume:

@@ -114,7 +114,7 @@ def test_credit_does_not_depend_on_the_order_of_the_episodes():
 
 
 def test_reward_that_is_no_number_and_episode_that_comes_twice_are_refused():
-    with pytest.raises(ValueError, match="finite number or None"):
+    with pytest.raises(ValueError, match="a verdict is a finite number"):
         scored([1.0, float("nan")], GRPO)
     with pytest.raises(ValueError, match="holds an episode twice"):
         score_group(0, "t", [episode(0, 1.0), episode(0, 0.0)], GRPO)

@@ -33,7 +33,7 @@ async def open_task(
     )
     if _is_one_folder(task):
         return await backend.create(msgspec.structs.replace(spec, files=task.copies[0].source))
-    with tempfile.TemporaryDirectory(prefix="everlong-task-") as staged:
+    with tempfile.TemporaryDirectory(prefix="everlong-task-", dir=backend.scratch) as staged:
         await asyncio.to_thread(_stage, task, Path(staged))
         return await backend.create(msgspec.structs.replace(spec, files=staged))
 
