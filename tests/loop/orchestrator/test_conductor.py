@@ -118,10 +118,14 @@ class DyingTrainer(ScriptedTrainer):
 
 
 class World:
-    """One run's folder, over as many processes as it takes."""
+    """One run's folder, over as many processes as it takes.
 
-    def __init__(self, folder, tasks, **schedule):
-        self.folder, self.tasks = folder, tasks
+    With `late_after` the clock stands at 0, and at 100 from the moment at which so many episodes have ended: a deadline
+    then depends on what happened and not on how busy the machine is.
+    """
+
+    def __init__(self, folder, tasks, late_after=None, **schedule):
+        self.folder, self.tasks, self.late_after = folder, tasks, late_after
         defaults = {"num_batches": 3, "groups_per_batch": 3, "group_size": 4, "batch_deadline_s": None}
         self.schedule = ScheduleConfig(**{**defaults, **schedule})
         self.metrics = MemorySink()
@@ -161,6 +165,7 @@ class World:
             journal=LedgerJournal(writer),
         )
         policy = DyingTrainer(store, WeightPublisher(store, 4), **trainer)
+        self.writer = writer
         conductor = RunConductor(
             Parts(
                 run_episode=runner.run,
@@ -172,7 +177,7 @@ class World:
                 warmup_batch=None,
                 metrics=self.metrics,
                 task_hashes={id: task.task.content_hash for id, task in self.tasks.by_id().items()},
-                clock=time.monotonic,
+                clock=self.clock,
             )
         )
         try:
@@ -191,10 +196,16 @@ class World:
             await writer.close()
             ledger.close()
 
+    def clock(self):
+        if self.late_after is None:
+            return time.monotonic()
+        num_ended = sum(bool(view.payload_key) for view in self.writer.lifecycle.episodes.values())
+        return 100.0 if num_ended >= self.late_after else 0.0
+
     async def drive(self, **process):
         """To the end of the run; the final weights."""
         async with self.process(**process) as (scheduler, conductor, writer, trainer):
-            await asyncio.wait_for(run(scheduler, conductor, time.monotonic), 20)
+            await asyncio.wait_for(run(scheduler, conductor, self.clock), 100)
             await writer.append(RunFinished())
             return (await trainer.save()).fingerprint
 
@@ -258,7 +269,7 @@ async def test_an_aborted_run_goes_on_once_the_grader_is_mended_and_ends_as_if_n
 
 
 async def test_at_the_deadline_late_episodes_are_masked_and_every_offered_one_has_an_end(world):
-    one = world(batch_deadline_s=0.5, num_batches=2, max_running=3)
+    one = world(late_after=2, batch_deadline_s=0.1, num_batches=2, max_running=3)
     await one.drive(stalled=["train-000000-000", "train-000000-001", "train-000001-000"])
     balance = one.balance()
     assert one.groups() == [(0, 1, 2), (3, 4, 5)]
@@ -268,7 +279,7 @@ async def test_at_the_deadline_late_episodes_are_masked_and_every_offered_one_ha
 
 
 async def test_at_the_deadline_late_groups_are_replaced_by_the_next_ones(world):
-    one = world(batch_deadline_s=0.5, on_deadline="replace", num_batches=2)
+    one = world(late_after=11, batch_deadline_s=0.1, on_deadline="replace", num_batches=2)
     await one.drive(stalled=["train-000001-002"])
     balance = one.balance()
     assert one.groups() == [(0, 2, 3), (4, 5, 6)]
@@ -370,7 +381,7 @@ async def test_catching_up_saves_the_checkpoints_that_are_due(world):
 
 
 async def test_the_row_of_a_batch_says_what_the_engine_and_the_sessions_counted(world):
-    one = world(batch_deadline_s=0.5, num_batches=1)
+    one = world(late_after=11, batch_deadline_s=0.1, num_batches=1)
     await one.drive(stalled=["train-000000-001"])
     (row,) = (point.values for point in one.metrics.points if point.axis == "batch")
     assert row["engine/replies"] > 0 and row["engine/running"] == row["engine/waiting"] == 0
