@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rich.table import Table
 from everlong.environments.quality.check import TaskReport, check_tasks
 from everlong.environments.sandboxes.config import SandboxConfig
 from everlong.environments.sandboxes.opening import open_backend
+from everlong.environments.sandboxes.registry import scratch_folder
 from everlong.environments.tasks.harbor import HarborTask, read_task
 from everlong.environments.tasks.sources import read_tasks
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
@@ -48,8 +48,8 @@ def check_command(folders: Sequence[Path], repeats: int, ttl_s: float | None) ->
 
 
 async def _check(tasks: list[HarborTask], repeats: int, ttl_s: float | None) -> list[TaskReport]:
-    with tempfile.TemporaryDirectory(prefix="everlong-check-") as root:
-        backend = open_backend(SandboxConfig(), Path(root))
+    with scratch_folder("check") as root:
+        backend = open_backend(SandboxConfig(), root)
         try:
             return await check_tasks(tasks, backend, repeats, ttl_s=ttl_s)
         finally:

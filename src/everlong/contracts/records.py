@@ -167,6 +167,10 @@ class Turn(Record, frozen=True, kw_only=True, eq=False):
     """Across a compaction or a fork on mismatch: the turn whose work this one goes on with; -1 for none."""
 
 
+MAX_REWARD = 2.0**125
+"""Of a verdict, either sign: the difference of two such rewards, doubled (credit's largest factor), is a finite float32."""
+
+
 class Verdict(Record, frozen=True, kw_only=True):
     """What grading said. `reward` None means that there is no verdict, which is not a reward of 0."""
 

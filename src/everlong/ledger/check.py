@@ -9,7 +9,15 @@ import apsw
 
 from everlong.contracts.errors import LedgerError
 from everlong.contracts.records import Record
-from everlong.ledger.facts import EpisodeEnded, EpisodeStarted, Fact, RunFinished, TokensDiscarded, TurnSampled
+from everlong.ledger.facts import (
+    CallUncounted,
+    EpisodeEnded,
+    EpisodeStarted,
+    Fact,
+    RunFinished,
+    TokensDiscarded,
+    TurnSampled,
+)
 from everlong.ledger.ledger import LEDGER_FILE, read_entries
 from everlong.ledger.lifecycle import Lifecycle, replay
 from everlong.ledger.views import Balance, Decile
@@ -106,6 +114,9 @@ def _add_up(facts: list[Fact], balance: Balance) -> list[str]:
         problems.append(f"{len(started)} episodes started and {still_open} are open, the balance says {balance}")
     if (balance.tokens_sampled, balance.tokens_trained) != (sampled, trained):
         problems.append(f"{sampled} tokens were sampled and {trained} trained, the balance says {balance}")
+    uncounted = sum(isinstance(fact, CallUncounted) for fact in facts)
+    if balance.calls_uncounted != uncounted:
+        problems.append(f"{uncounted} calls were not counted, the balance says {balance}")
     if not balance.holds:
         problems.append(f"the balance does not add up: {balance}")
     if facts and isinstance(facts[-1], RunFinished) and still_open:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -110,7 +111,9 @@ def write_report(
         config=(folder / CONFIG_FILE).read_text() if (folder / CONFIG_FILE).exists() else "",
     )
     report = folder / REPORT_FILE
-    report.write_text(html)
+    partial = folder / f"{REPORT_FILE}.partial"
+    partial.write_text(html)
+    os.replace(partial, report)
     return report
 
 

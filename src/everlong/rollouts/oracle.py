@@ -66,6 +66,9 @@ class _NoJournal:
     async def tokens_discarded(self, order: EpisodeOrder, num_tokens: int, reason: str) -> None:
         """Nobody sampled: there is nothing to account for."""
 
+    async def call_uncounted(self, order: EpisodeOrder, max_tokens: int, reason: str) -> None:
+        """Nobody sampled: there is nothing to account for."""
+
 
 async def oracle_trace(
     task: HarborTask,

@@ -182,6 +182,52 @@ def test_dry_run_prints_the_resolved_file_and_starts_nothing(tmp_path, monkeypat
     assert config.tasks.train == (Path("runs/mine/tasks/train"),)
 
 
+WARM = "[warmup]\nnum_batches = 5\ntraces_per_batch = 4\n[optimizer]\nsupervised_learning_rate = 0.01\n"
+TASKS = "[tasks]\ntrain = 'a'\neval = 'b'\n"
+SWITCHES = {
+    "the warm-up": (WARM, "--warmup.num-batches 0", "num_batches = 5", "num_batches = 0"),
+    "the deadline": (
+        "[schedule]\nbatch_deadline_s = 9.0\non_deadline = 'replace'\n",
+        "--schedule.batch-deadline-s=None",
+        "batch_deadline_s = 9.0",
+        "batch_deadline_s = 'None'",
+    ),
+    "evaluation": (TASKS + "[schedule]\neval_every = 2\n", "--tasks.eval []", "eval = 'b'", "eval = []"),
+    "the network": (
+        "[model]\ntype = 'toy'\n[loss]\ntype = 'grpo'\n[engine]\nmax_running = 3\n",
+        "--model.type scripted",
+        "'toy'",
+        "'scripted'",
+    ),
+    "real sandboxes": ("[sandbox]\ntype = 'local'\nroot = 'x'\n", "--sandbox.type scripted", "'local'", "'scripted'"),
+}
+
+
+@pytest.mark.parametrize("part", SWITCHES)
+def test_an_option_switches_off_what_the_file_sets_and_a_file_alone_does_not(part, tmp_path: Path, capsys) -> None:
+    text, option, on, off = SWITCHES[part]
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    config = parse_config(["@", str(path), *option.split()])
+    path.write_text(text.replace(on, off))
+    assert "has no effect" in refused(["@", str(path)], capsys)
+    path.write_text(config_text(config))
+    assert read_config(path) == config, "the resolved file holds nothing without effect"
+
+
+def test_an_option_without_effect_beside_its_own_switch_is_refused(tmp_path: Path, capsys) -> None:
+    (tmp_path / "run.toml").write_text(WARM)
+    words = ["@", str(tmp_path / "run.toml"), "--warmup.num-batches", "0", "--warmup.traces-per-batch", "9"]
+    message = refused(words, capsys)
+    assert "warmup.traces_per_batch has no effect" in message and "supervised_learning_rate" not in message
+
+
+def test_the_quickstarts_warm_up_can_be_switched_off(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = parse_config(["--warmup.num-batches", "0"])
+    assert (config.warmup.num_batches, config.optimizer.supervised_learning_rate) == (0, None)
+
+
 def test_own_training_tasks_leave_the_quickstart_its_held_out_ones(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     tasks = parse_config(["--tasks.train", "mine", "--output", "runs/mine"]).tasks

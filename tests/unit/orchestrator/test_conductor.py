@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from everlong.contracts.errors import Reason
@@ -35,7 +36,7 @@ class World:
     """
 
     def __init__(self, tmp_path, outcome, late_after=1000, crashes=-1, **schedule) -> None:
-        self.crashes, self.late_after, self.num_ended = crashes, late_after, 0
+        self.crashes, self.late_after, self.num_ended, self.flags = crashes, late_after, 0, {}
         self.is_late = asyncio.Event()
         self.outcome, self.path, self.metrics = outcome, tmp_path / "ledger.db", MemorySink()
         self.ledger = Ledger.open(self.path)
@@ -85,6 +86,7 @@ class World:
         await self.writer.append(fact)
         reason, reward = await self.outcome(order)
         verdict = Verdict(reward=reward, reason=None if reason.trustworthy else reason)
+        verdict = msgspec.structs.replace(verdict, flags=self.flags.get(order.episode, ()))
         return Episode(order=order, reason=reason, verdict=verdict, turns=(turn,), error="Traceback: boom")
 
     async def run(self) -> None:
@@ -197,6 +199,18 @@ async def test_a_member_that_failed_before_its_first_token_leaves_a_group_of_thr
     balance = world.report()
     assert balance.ended == {"failed": {"sandbox_crash": 1}, "trained": {"done": 3}}
     assert (balance.tokens_sampled, balance.tokens_trained) == (3 * NUM_TOKENS, 3 * NUM_TOKENS)
+
+
+async def test_what_grading_flagged_is_in_the_ledger_and_in_the_row_of_the_batch(opened):
+    async def outcome(order):
+        return Reason.DONE, rewarded(order)
+
+    world = opened(outcome, num_batches=1)
+    world.flags = {"train-000000-001": ("verdict_preexisting",), "train-000001-003": ("verdict_preexisting", "other")}
+    await world.run()
+    assert world.report().flags == {"other": 1, "verdict_preexisting": 2}
+    (row,) = (point.values for point in world.metrics.points if point.axis == "batch")
+    assert (row["flag/verdict_preexisting"], row["flag/other"]) == (2, 1)
 
 
 async def test_a_group_without_signal_is_discarded_by_name(opened):

@@ -37,6 +37,8 @@ class Accounts:
 
     async def tokens_discarded(self, order, num_tokens, reason) -> None: ...
 
+    async def call_uncounted(self, order, max_tokens, reason) -> None: ...
+
 
 async def test_the_trainable_tokens_say_the_commands_and_the_end(task: HarborTask):
     trace = await oracle_trace(
@@ -104,5 +106,5 @@ async def test_an_oracle_that_outlasts_the_time_to_live_is_a_sandbox_error(task:
 class _FirstCommandIsText(ChatML):
     """A syntax in which calls cannot be told from text."""
 
-    def parse(self, ids, turn):
-        return super().parse([ord("x"), *ids], turn)
+    def parse(self, ids, turn, *, cut=False):
+        return super().parse([ord("x"), *ids], turn, cut=cut)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from everlong.contracts.errors import EngineError, RequestAborted, WorkerDied
+from everlong.contracts.errors import EngineError, RequestAborted, StaleWeights, WorkerDied
 from everlong.contracts.records import (
     EngineStatus,
     EpisodeOrder,
@@ -75,7 +75,7 @@ class BareRenderer:
     def bridge(self, last_sampled, messages):
         return self.render(messages)
 
-    def parse(self, ids, turn):
+    def parse(self, ids, turn, *, cut=False):
         return ParsedTurn(content=self.tokenizer.decode(ids))
 
     def answer(self, message):
@@ -93,6 +93,9 @@ class Journal:
 
     async def tokens_discarded(self, order: EpisodeOrder, num_tokens: int, reason: str) -> None:
         await self._note(reason, num_tokens)
+
+    async def call_uncounted(self, order: EpisodeOrder, max_tokens: int, reason: str) -> None:
+        await self._note(f"uncounted, {reason}", max_tokens)
 
     async def _note(self, what: str, num_tokens: int) -> None:
         if self.write is not None:
@@ -255,6 +258,43 @@ async def test_an_echo_in_other_json_continues_the_turn(echo: ToolCall):
     await session.chat([user("u"), Message(role="assistant", tool_calls=(echo,)), tool("ok")])
     assert [turn.parent for turn in session.turns] == [-1, 0]
     assert session.num_forks == 0
+
+
+async def test_a_call_that_was_cut_at_the_limit_is_no_call_and_is_counted():
+    session = make_session(scripted("$ rm -rf /tmp/x"), ChatML(BYTES), max_tokens=8)
+    first = await session.chat([user("u")])
+    assert (first.message.tool_calls, first.message.content, first.malformed) == ((), "$ rm -rf", True)
+    await session.chat([user("u"), first.message, tool("cut")])
+    assert [turn.parent for turn in session.turns] == [-1, 0], "its echo continues it"
+    assert session.num_cut_calls == 2
+
+
+async def test_a_whole_call_in_a_turn_that_was_cut_behind_it_is_one():
+    session = make_session(scripted(HERMES + "<tool_call>" + "x" * 99), ChatML(BYTES, "hermes"), max_tokens=110)
+    reply = await session.chat([user("u")])
+    assert [call.name for call in reply.message.tool_calls] == ["bash"] and reply.cut and session.num_cut_calls == 1
+
+
+ECHOES = {
+    "space around what the assistant said": ("assistant", "one", " one\n", True),
+    "space within what the assistant said": ("assistant", "one two", "one  two", False),
+    "space at the end of a question": ("user", "u", "u ", False),
+    "the indentation of a tool's output": ("tool", "  x: 1", "x: 1", False),
+    "a line break in the instructions": ("system", "be brief\n", "be brief", False),
+}
+
+
+@pytest.mark.parametrize("name", ECHOES)
+async def test_an_edit_of_space_forks_unless_nothing_that_the_model_reads_changes(name: str):
+    role, said, echoed, same = ECHOES[name]
+    session = make_session(scripted("one two" if said == "one two" else "one", "2"), ChatML(BYTES))
+    before = [] if role == "assistant" else [Message(role=role, content=said)]
+    first = await session.chat([*before, user("v")])
+    edited = [] if role == "assistant" else [Message(role=role, content=echoed)]
+    answer = Message(role="assistant", content=echoed) if role == "assistant" else first.message
+    await session.chat([*edited, user("v"), answer, user("w")])
+    assert [turn.parent for turn in session.turns] == [-1, 0 if same else -1]
+    assert session.num_forks == (0 if same else 1)
 
 
 async def test_a_history_that_was_rewritten_forks_and_is_counted():
@@ -467,13 +507,44 @@ async def test_an_engine_that_ignores_the_abort_is_not_waited_for_longer_than_th
     monkeypatch.setattr("everlong.rollouts.gateway.session.ABORT_GRACE_S", 0.01)
     engine = FakeEngine([reply([5])], held=True)
     engine.abort = lambda request_ids: asyncio.sleep(3600)
-    session = make_session(engine, BareRenderer())
+    journal = Journal()
+    session = make_session(engine, BareRenderer(), journal)
     call = asyncio.create_task(session.chat([user("p")]))
     await asyncio.sleep(0.01)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(call, 10)
     assert session.turns == () and not session.lock.locked()
+    assert journal.facts == [("uncounted, engine_silent", 64)], "nobody knows how many, and that is said"
+    assert (session.num_uncounted, session.num_discarded) == (1, 0)
+
+
+@pytest.mark.parametrize("cancelled", [False, True], ids=["while it is awaited", "while it is cancelled"])
+async def test_a_call_whose_engine_breaks_is_told_as_uncounted(cancelled: bool):
+    def breaks(request: GenerateRequest) -> GenerateReply:
+        raise EngineError("the engine broke in a step")
+
+    journal = Journal()
+    session = make_session(FakeEngine([breaks], held=cancelled), BareRenderer(), journal)
+    call = asyncio.create_task(session.chat([user("p")]))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    if cancelled:
+        call.cancel()
+    with pytest.raises(asyncio.CancelledError if cancelled else EngineError):
+        await call
+    assert journal.facts == [("uncounted, engine_failure", 64)] and session.num_uncounted == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("too long"), StaleWeights("pull 3 first")], ids=["refused", "stale"])
+async def test_a_request_that_never_ran_leaves_nothing_uncounted(error: Exception):
+    def refuses(request: GenerateRequest) -> GenerateReply:
+        raise error
+
+    journal = Journal()
+    with pytest.raises(EngineError):
+        await make_session(FakeEngine([refuses]), BareRenderer(), journal).chat([user("p")])
+    assert journal.facts == []
 
 
 async def test_a_cancellation_while_the_journal_writes_leaves_tree_and_journal_agreeing():

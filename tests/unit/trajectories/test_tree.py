@@ -211,7 +211,10 @@ class EpisodeTreeMachine(RuleBasedStateMachine):
         self.seen.append((prompt, sampled_ids))
         longest = max((len(path) for path in before if prompt[: len(path)] == path), default=0)
         assert len(turn.context) == len(prompt) - longest
-        furthest = max((common_length(path, prompt) for path in before), default=0)
+        # a turn that begins where the longest match ends; one that begins earlier was left whole by a later turn
+        starts = [len(p) - len(t.context) for (p, _), t in zip(self.seen[:-1], self.tree.turns, strict=False)]
+        beside = [path for path, start in zip(before, starts, strict=True) if start == longest]
+        furthest = max((common_length(path, prompt) for path in beside), default=0)
         deviates = longest < furthest < len(prompt)
         assert self.tree.num_forks - forks == deviates
         assert self.tree.departure(turn) == (furthest if deviates else None)

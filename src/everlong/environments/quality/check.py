@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from everlong.contracts.errors import SandboxError
 from everlong.contracts.ports import Command, Mount, SandboxBackend
 from everlong.contracts.records import Record, Verdict
-from everlong.environments.grading.verifier import check_time_budget, grade
+from everlong.environments.grading.verifier import check_time_budget, fixed_verdict_path, grade
 from everlong.environments.tasks.harbor import HarborTask
 from everlong.environments.tasks.opening import open_task
 
@@ -36,16 +36,21 @@ async def check_tasks(
     concurrency: int = 4,
     ttl_s: float | None = None,
 ) -> list[TaskReport]:
-    """One report per task, in their order. At most `concurrency` tasks are checked at once.
+    """One report per task, in their order. At most `concurrency` tasks are checked at once. Raises SandboxError where the
+    backend can make no sandbox at all.
 
     `ttl_s`: after which every sandbox is closed; a task whose time limits need longer is not proven.
     """
     if repeats < 1 or concurrency < 1:
         raise ValueError(f"repeats and concurrency must be at least 1, got {repeats} and {concurrency}")
     slots = asyncio.Semaphore(concurrency)
+    real_paths = (await backend.probe()).real_paths
 
     async def check(number: int, task: HarborTask) -> TaskReport:
         async with slots:
+            lost = None if real_paths else fixed_verdict_path(task)
+            if lost is not None:
+                return _refused(task, lost)
             return await _check_task(task, backend, repeats, f"check-{number}", ttl_s)
 
     return list(await asyncio.gather(*(check(number, task) for number, task in enumerate(tasks))))
@@ -107,6 +112,12 @@ async def _check_task(
         empty_rewards=tuple(verdict.reward for verdict in empty),
         problems=tuple(problems),
         notes=task.notes,
+    )
+
+
+def _refused(task: HarborTask, why: str) -> TaskReport:
+    return TaskReport(
+        task=task.id, kind=task.task.kind, oracle_rewards=(), empty_rewards=(), problems=(why,), notes=task.notes
     )
 
 
