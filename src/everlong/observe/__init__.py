@@ -1,7 +1,7 @@
 """What is measured and where it goes: sinks, curves, and the report of a run."""
 
 from everlong.observe.console import ConsoleSink
-from everlong.observe.intervals import success_text, wilson_interval
+from everlong.observe.intervals import Gain, paired_gain, success_text, wilson_interval
 from everlong.observe.plots import Panel, Series, draw_panels, plot_panels, read_panels
 from everlong.observe.report import (
     EpisodeText,
@@ -19,6 +19,7 @@ __all__ = [
     "EpisodeText",
     "Evaluation",
     "FanOut",
+    "Gain",
     "JsonlSink",
     "LossRow",
     "MemorySink",
@@ -27,6 +28,7 @@ __all__ = [
     "Series",
     "TurnText",
     "draw_panels",
+    "paired_gain",
     "plot_panels",
     "read_evaluations",
     "read_panels",

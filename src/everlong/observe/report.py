@@ -12,7 +12,7 @@ import jinja2
 
 from everlong.contracts.records import Record
 from everlong.observe.console import BATCH, EVAL, WARMUP, format_duration
-from everlong.observe.intervals import success_text, wilson_interval
+from everlong.observe.intervals import Gain, success_text, wilson_interval
 from everlong.observe.plots import Panel, draw_panels, read_panels
 from everlong.observe.sinks import Point, read_points
 
@@ -91,11 +91,13 @@ def write_report(
     balance: Mapping[str, Mapping[str, int]],
     losses: Sequence[LossRow] = (),
     episodes: Sequence[EpisodeText] = (),
+    gain: Gain | None = None,
 ) -> Path:
     """Write `report.html` into the run's folder, from its `metrics.jsonl` and `config.toml`; the path of the report.
 
     `summary`: what was trained and how, a sentence per part. `balance`: the ledger's counts, by table and row.
-    `losses`: from the shortest episodes to the longest. Parts that the run does not have yet are left out and said to be.
+    `losses`: from the shortest episodes to the longest. `gain`: from the first evaluation to the last, on the same tasks.
+    Parts that the run does not have yet are left out and said to be.
     """
     folder = Path(run_folder)
     points = read_points(folder / METRICS_FILE)
@@ -106,6 +108,7 @@ def write_report(
         evaluations=read_evaluations(points),
         balance=balance,
         losses=losses,
+        gain=gain,
         timings=read_timings(points),
         episodes=episodes,
         config=(folder / CONFIG_FILE).read_text() if (folder / CONFIG_FILE).exists() else "",
