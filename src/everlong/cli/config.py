@@ -77,7 +77,8 @@ class RunConfig(Config):
     numerics: Literal["fast", "aligned"] = "fast"
     """aligned: engine and trainer agree to the bit and runs repeat bit for bit; refused where the machine cannot."""
     worker: Literal["process", "inline"] = "process"
-    """Where engine and trainer live: in a process of their own, or in the control process (needs torch there)."""
+    """Where engine and trainer live: in a process of their own, or in the control process (needs torch there, and with
+    aligned numerics on an Intel CPU that nothing loaded torch before)."""
     threads: int | None = Field(None, ge=1)
     """Compute threads of the worker; None takes what the machine has."""
     model: ModelConfig = ToyModel()

@@ -193,7 +193,7 @@ def tasks_make(
 
 
 @tasks_app.command(name="check")
-def tasks_check(*folders: Path, repeats: int = 3) -> None:
+def tasks_check(*folders: Path, repeats: int = 3, ttl_s: float | None = None) -> None:
     """Prove tasks before they teach: the oracle must score 1 and an empty run 0, every time.
 
     Parameters
@@ -202,10 +202,12 @@ def tasks_check(*folders: Path, repeats: int = 3) -> None:
         Task folders, or folders of task folders.
     repeats
         How often each run is repeated.
+    ttl_s
+        Seconds after which every sandbox is closed, as sandbox.ttl_s of a run; a task that needs longer is not proven.
     """
     from everlong.cli.tasks import check_command
 
-    check_command(folders, repeats)
+    check_command(folders, repeats, ttl_s)
 
 
 @tasks_app.command(name="show")

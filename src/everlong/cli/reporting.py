@@ -15,6 +15,7 @@ from everlong.models.config import FolderModel, HubModel, ModelConfig, ScriptedM
 from everlong.observe import (
     EpisodeText,
     Gain,
+    LossRow,
     TurnText,
     paired_gain,
     plot_panels,
@@ -52,11 +53,12 @@ def write_run_report(folder: RunFolder) -> Path:
     episodes = [episode_text(store.get(view.payload_key, view.payload_hash), tokenizer) for view in _telling(views)]
     if panels := read_panels(read_points(folder.metrics)):
         plot_panels(panels, folder.path / "curves.png")
-    balance = check_ledger(folder.ledger).balance
+    ledger = check_ledger(folder.ledger)
     return write_report(
         folder.path,
         summary=summarize(config, views),
-        balance=balance.tables(),
+        balance=ledger.balance.tables(),
+        losses=[LossRow(length=d.name, episodes=d.episodes, lost=d.lost) for d in ledger.deciles],
         episodes=episodes,
         gain=gain_of_rl(views),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rich.table import Table
 from everlong.environments.quality.check import TaskReport, check_tasks
 from everlong.environments.sandboxes.config import SandboxConfig
 from everlong.environments.sandboxes.opening import open_backend
+from everlong.environments.sandboxes.registry import scratch_folder
 from everlong.environments.tasks.harbor import HarborTask, read_task
 from everlong.environments.tasks.sources import read_tasks
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
@@ -31,11 +31,13 @@ def make_command(source: str, count: int, out: Path, seed: int, split: str, kind
     console.print(f"wrote {len(folders)} tasks to {out}; `everlong tasks check {out}` proves them")
 
 
-def check_command(folders: Sequence[Path], repeats: int) -> None:
+def check_command(folders: Sequence[Path], repeats: int, ttl_s: float | None) -> None:
     """Exit code 1 where a task is not proven."""
+    if ttl_s is not None and not ttl_s > 0:
+        raise ValueError(f"--ttl-s must be above 0 seconds, got {ttl_s:g}")
     if not folders:
         raise ValueError("give at least one task folder, or a folder of task folders")
-    reports = asyncio.run(_check(list(read_tasks(folders)), repeats))
+    reports = asyncio.run(_check(list(read_tasks(folders)), repeats, ttl_s))
     console.print(_table([r for r in reports if not r.ok] or reports))
     bad = sum(not report.ok for report in reports)
     console.print(
@@ -45,11 +47,11 @@ def check_command(folders: Sequence[Path], repeats: int) -> None:
         sys.exit(1)
 
 
-async def _check(tasks: list[HarborTask], repeats: int) -> list[TaskReport]:
-    with tempfile.TemporaryDirectory(prefix="everlong-check-") as root:
-        backend = open_backend(SandboxConfig(), Path(root))
+async def _check(tasks: list[HarborTask], repeats: int, ttl_s: float | None) -> list[TaskReport]:
+    with scratch_folder("check") as root:
+        backend = open_backend(SandboxConfig(), root)
         try:
-            return await check_tasks(tasks, backend, repeats)
+            return await check_tasks(tasks, backend, repeats, ttl_s=ttl_s)
         finally:
             await backend.close()
 

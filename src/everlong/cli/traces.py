@@ -61,7 +61,12 @@ class OracleTraces:
         async def play(task: HarborTask) -> TokenColumns:
             async with limit:
                 return await oracle_trace(
-                    task, oracle_commands(task), renderer=self._renderer, harness=self._harness, backend=self._backend
+                    task,
+                    oracle_commands(task),
+                    renderer=self._renderer,
+                    harness=self._harness,
+                    backend=self._backend,
+                    ttl_s=self._config.sandbox.ttl_s,
                 )
 
         traces = list(await asyncio.gather(*(play(task) for task in shown)))

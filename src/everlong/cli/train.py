@@ -72,7 +72,9 @@ def resume_command(path: Path) -> None:
     folder = RunFolder(path)
     config = folder.read_config()
     if _is_finished(folder):
+        # it may have been killed between its last fact and its report
         console.print(f"finished already: {folder.path}", soft_wrap=True)
+        _tell(folder)
         return
     console.print(f"resume {folder.path}")
     _drive(config, folder, resume=folder.ledger.exists())
@@ -95,6 +97,11 @@ def _drive(config: RunConfig, folder: RunFolder, *, resume: bool) -> None:
     except (asyncio.CancelledError, KeyboardInterrupt):
         console.print(f"stopped; `everlong resume {folder.path}` goes on from here", markup=False)
         sys.exit(STOPPED)
+    _tell(folder)
+
+
+def _tell(folder: RunFolder) -> None:
+    """Write the report and say what came of the run."""
     report = write_run_report(folder)
     for line in success_lines(folder):
         console.print(line, style="bold")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,6 +46,17 @@ class EpisodeText(Record, frozen=True, kw_only=True):
     """None where nobody judged."""
 
 
+class LossRow(Record, frozen=True, kw_only=True):
+    """What became of the episodes of about one length.
+
+    Example: LossRow(length="190 to 200 tokens", episodes=20, lost=3)
+    """
+
+    length: str
+    episodes: int
+    lost: int
+
+
 class Evaluation(Record, frozen=True, kw_only=True):
     """Held-out tasks at one moment of the run, with the 95 % interval of the success."""
 
@@ -77,14 +89,15 @@ def write_report(
     *,
     summary: Mapping[str, str],
     balance: Mapping[str, Mapping[str, int]],
+    losses: Sequence[LossRow] = (),
     episodes: Sequence[EpisodeText] = (),
     gain: Gain | None = None,
 ) -> Path:
     """Write `report.html` into the run's folder, from its `metrics.jsonl` and `config.toml`; the path of the report.
 
     `summary`: what was trained and how, a sentence per part. `balance`: the ledger's counts, by table and row.
-    `gain`: from the first evaluation to the last, on the same tasks. Parts
-    that the run does not have yet are left out and said to be.
+    `losses`: from the shortest episodes to the longest. `gain`: from the first evaluation to the last, on the same tasks.
+    Parts that the run does not have yet are left out and said to be.
     """
     folder = Path(run_folder)
     points = read_points(folder / METRICS_FILE)
@@ -94,13 +107,16 @@ def write_report(
         panels=[(panel.title, _picture(panel)) for panel in read_panels(points)],
         evaluations=read_evaluations(points),
         balance=balance,
+        losses=losses,
         gain=gain,
         timings=read_timings(points),
         episodes=episodes,
         config=(folder / CONFIG_FILE).read_text() if (folder / CONFIG_FILE).exists() else "",
     )
     report = folder / REPORT_FILE
-    report.write_text(html)
+    partial = folder / f"{REPORT_FILE}.partial"
+    partial.write_text(html)
+    os.replace(partial, report)
     return report
 
 

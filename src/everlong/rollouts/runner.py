@@ -159,6 +159,15 @@ class EpisodeRunner:
             turns=session.turns if session else (),
             num_discarded=session.num_discarded if session else 0,
             elapsed_s=elapsed_s,
-            metrics={"forks": float(session.num_forks)} if session else {},
+            metrics=_counts(session) if session else {},
             error=attempt.error,
         )
+
+
+def _counts(session: Session) -> dict[str, float]:
+    """What the conversation met; a batch's row sums them."""
+    return {
+        "forks": float(session.num_forks),
+        "cut_calls": float(session.num_cut_calls),
+        "uncounted_calls": float(session.num_uncounted),
+    }

@@ -20,6 +20,8 @@ from everlong.environments.tasks.dockerfile import Copy, Plan, read_dockerfile
 from everlong.environments.tasks.manifest import TaskToml, parse_manifest, unsupported, wants_network
 
 DEFAULT_WORKDIR = "/app"
+VERDICT_FOLDER = "/logs/verifier"
+"""Where a verifier writes what it found."""
 _RESERVED = ("/tests", "/solution", "/logs", "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/dev", "/sys")
 _TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
