@@ -18,9 +18,10 @@ from everlong.cli.compose import make_sampling, open_cell
 from everlong.cli.config import RunConfig
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.records import Episode, EpisodeOrder, Purpose
+from everlong.environments.grading.grader import open_grader
 from everlong.environments.sandboxes.opening import open_backend
 from everlong.environments.tasks.sources import TaskSet, read_tasks
-from everlong.rollouts.harnesses.bash import BashHarness
+from everlong.rollouts.harnesses.opening import open_harness
 from everlong.rollouts.runner import EpisodeRunner
 
 console = Console(highlight=False)
@@ -77,10 +78,11 @@ async def evaluate(
             runner = EpisodeRunner(
                 tasks=tasks.by_id(),
                 backend=backend,
-                harness=BashHarness(config.harness),
+                harness=open_harness(config.harness),
                 sampling=make_sampling(config, cell.engine),
                 journal=NoAccount(),
                 ttl_s=config.sandbox.ttl_s,
+                grader=open_grader(config.grading),
             )
             try:
                 episodes = await _run_all(runner, tasks, attempts, config.schedule.max_running, status.policy_version)

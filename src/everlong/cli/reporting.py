@@ -11,7 +11,7 @@ from everlong.cli.rendering import make_renderer
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.records import Episode, Purpose
 from everlong.ledger import EpisodeStore, EpisodeView, check_ledger, read_lifecycle
-from everlong.models.config import FolderModel, HubModel, ModelConfig, ScriptedModel, Smollm2Model, ToyModel
+from everlong.models.config import FolderModel, HubModel, ModelConfig, OwnModel, ScriptedModel, Smollm2Model, ToyModel
 from everlong.observe import (
     EpisodeText,
     TurnText,
@@ -37,6 +37,8 @@ def _model(config: ModelConfig) -> str:
             return f"SmolLM2-135M-Instruct in {config.dtype}"
         case FolderModel():
             return f"the checkpoint {config.path} in {config.dtype}"
+        case OwnModel():
+            return f"{config.source} in {config.dtype}"
         case HubModel():
             return f"{config.repo} at {config.revision} in {config.dtype}"
 
@@ -73,8 +75,7 @@ def summarize(config: RunConfig, views: Sequence[EpisodeView]) -> dict[str, str]
     summary = {
         "model": _model(config.model),
         "tasks": f"trained: {_kinds(views, Purpose.TRAIN)}. Held out: {_kinds(views, Purpose.EVAL)}.",
-        "agent": f"answers with a bash command per turn until it says it is done, at most {config.harness.max_turns} turns; "
-        "a verifier in the sandbox gives the reward of 0 or 1",
+        "agent": f"{_agent(config)}, at most {config.harness.max_turns} turns; {_grading(config)}",
     }
     if warmup.num_batches:
         summary["warm-up"] = (
@@ -85,6 +86,18 @@ def summarize(config: RunConfig, views: Sequence[EpisodeView]) -> dict[str, str]
         f"learning rate {optimizer.learning_rate:g}"
     )
     return summary
+
+
+def _agent(config: RunConfig) -> str:
+    if config.harness.type == "bash":
+        return "answers with a bash command per turn until it says it is done"
+    return f"the harness {config.harness.type}"
+
+
+def _grading(config: RunConfig) -> str:
+    if config.grading.type == "verifier":
+        return "the task's verifier in the sandbox gives the reward"
+    return f"{config.grading.type} gives the reward"
 
 
 def _kinds(views: Sequence[EpisodeView], purpose: Purpose) -> str:

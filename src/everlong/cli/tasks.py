@@ -31,7 +31,9 @@ def make_command(
     if source == "terminal":
         folders = _make_terminal(out, count, seed, split, kinds)
     elif source == "humaneval":
-        given = [name for name, value in (("seed", seed), ("split", split), ("kinds", kinds or None)) if value is not None]
+        given = [
+            name for name, value in (("seed", seed), ("split", split), ("kinds", kinds or None)) if value is not None
+        ]
         if given:
             raise ValueError(f"--{given[0]} has no effect on humaneval, whose problems are fixed: leave it out")
         folders = make_humaneval(out, read_problems(), count)

@@ -43,8 +43,6 @@ CHEATS = {
 }
 
 
-
-
 def made(out: Path) -> Path:
     return make_humaneval(out, ProblemSet(problems=(DOUBLE,), source="ours", licence=""))[0]
 

@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 
 from everlong.contracts.config import Config
 
-
 Isolation = Literal["auto", "namespaces", "none"]
 
 

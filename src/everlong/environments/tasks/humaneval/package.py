@@ -75,9 +75,11 @@ def _find(package: Distribution, name: str) -> PackagePath:
 
 def _checked(package: Distribution, file: PackagePath) -> bytes:
     """The file's bytes, which must be those that the package lists."""
-    data = file.locate().read_bytes()  # ty: ignore[unresolved-attribute]
+    data = file.locate().read_bytes()  # ty: ignore[missing-attribute]  # a path, in the interface of old a bare protocol
     if file.hash is not None and file.hash.mode == "sha256":
         found = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
         if found != file.hash.value:
-            raise ValueError(f"{file.locate()} is not the file that {PACKAGE} {package.version} lists: install it again")
+            raise ValueError(
+                f"{file.locate()} is not the file that {PACKAGE} {package.version} lists: install it again"
+            )
     return data
