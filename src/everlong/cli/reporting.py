@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from everlong.cli.config import RunConfig
 from everlong.cli.rendering import make_renderer
 from everlong.cli.run_folder import RunFolder
-from everlong.contracts.records import Episode, Purpose
+from everlong.contracts.records import Episode, Purpose, Turn
 from everlong.ledger import EpisodeStore, EpisodeView, check_ledger, read_lifecycle
 from everlong.models.config import FolderModel, HubModel, ModelConfig, OwnModel, ScriptedModel, Smollm2Model, ToyModel
 from everlong.observe import (
@@ -21,10 +23,13 @@ from everlong.observe import (
     read_points,
     write_report,
 )
+from everlong.rollouts.harnesses.bash import shorten
 from everlong.rollouts.renderers.tokenizers import Tokenizer
 from everlong.storage import open_store
 
 NUM_EPISODES = 4
+MAX_TURNS, MAX_CHARS, MAX_KINDS = 40, 4000, 24
+"""Shown of an episode, of a piece of it, of a set of tasks: an episode may have a million tokens, and a page is one file."""
 
 
 def _model(config: ModelConfig) -> str:
@@ -105,8 +110,11 @@ def _kinds(views: Sequence[EpisodeView], purpose: Purpose) -> str:
     tasks = {view.task for view in views if view.purpose is purpose}
     if not tasks:
         return "none yet"
-    kinds = Counter(kind_of(task) for task in tasks)
-    return f"{len(tasks)} tasks ({', '.join(f'{kind} {count}' for kind, count in sorted(kinds.items()))})"
+    kinds = sorted(Counter(kind_of(task) for task in tasks).items())
+    named = [f"{kind} {count}" for kind, count in kinds[:MAX_KINDS]]
+    if len(kinds) > MAX_KINDS:
+        named.append(f"{len(kinds) - MAX_KINDS} more kinds")
+    return f"{len(tasks)} tasks ({', '.join(named)})"
 
 
 def kind_of(task: str) -> str:
@@ -126,10 +134,12 @@ def _telling(views: list[EpisodeView]) -> list[EpisodeView]:
 
 def episode_text(episode: Episode, tokenizer: Tokenizer) -> EpisodeText:
     turns: list[TurnText] = []
-    for turn in episode.turns:
-        turns += context_turns(turn.context.ids.tolist(), tokenizer)
+    for turn in _ends(episode.turns):
+        pieces = context_turns(turn.context.ids.tolist(), tokenizer)
         said = tokenizer.decode(turn.sampled.ids.tolist())
-        turns.append(TurnText(role="assistant", text=said or "(said nothing)"))
+        pieces.append(TurnText(role=f"assistant, turn {turn.index}", text=said or "(said nothing)"))
+        shown = [msgspec.structs.replace(piece, text=shorten(piece.text, MAX_CHARS)) for piece in pieces]
+        turns += [msgspec.structs.replace(shown[0], fork=_fork(turn, len(episode.turns))), *shown[1:]]
     versions = [int(turn.sampled.versions[0]) for turn in episode.turns if len(turn.sampled)]
     policy = f", policy version {versions[0]}" if versions else ""
     verdict = "no verdict" if episode.reward is None else f"reward {episode.reward:g}"
@@ -139,6 +149,21 @@ def episode_text(episode: Episode, tokenizer: Tokenizer) -> EpisodeText:
         succeeded=None if episode.reward is None else episode.reward >= 1,
         turns=tuple(turns),
     )
+
+
+def _ends(turns: Sequence[Turn]) -> list[Turn]:
+    """All, or the first and the last of too many for one page."""
+    if len(turns) <= MAX_TURNS:
+        return list(turns)
+    return [*turns[: MAX_TURNS // 2], *turns[-MAX_TURNS // 2 :]]
+
+
+def _fork(turn: Turn, num_turns: int) -> str:
+    if num_turns > MAX_TURNS and turn.index == num_turns - MAX_TURNS // 2:
+        return f"{num_turns - MAX_TURNS} turns are left out: `everlong view` shows them"
+    if turn.parent == turn.index - 1:
+        return ""
+    return "begins anew" if turn.parent < 0 else f"goes on from turn {turn.parent}"
 
 
 def context_turns(ids: Sequence[int], tokenizer: Tokenizer) -> list[TurnText]:
