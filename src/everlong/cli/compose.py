@@ -16,6 +16,7 @@ from everlong.cli.toml import config_text
 from everlong.cli.traces import OracleTraces
 from everlong.contracts.ports import Engine, MetricSink, SandboxBackend, Trainer
 from everlong.contracts.records import EpisodeOrder
+from everlong.environments.grading.grader import open_grader
 from everlong.environments.grading.verifier import check_verdict_paths
 from everlong.environments.sandboxes.opening import open_backend
 from everlong.environments.tasks.sources import RunTasks, read_run_tasks
@@ -28,7 +29,7 @@ from everlong.orchestrator.conductor import Parts, RunConductor
 from everlong.orchestrator.recovery import interruptions, progress_of
 from everlong.orchestrator.scheduler import RoundScheduler, is_checkpoint_due
 from everlong.rollouts.gateway.session import SessionLimits
-from everlong.rollouts.harnesses.bash import BashHarness
+from everlong.rollouts.harnesses.opening import open_harness
 from everlong.rollouts.runner import EpisodeRunner, Sampling
 from everlong.storage import open_store
 
@@ -173,7 +174,7 @@ def _parts(
 ) -> Parts:
     store = open_store(folder.store_url(config))
     sampling = make_sampling(config, cell.engine)
-    harness = BashHarness(config.harness)
+    harness = open_harness(config.harness)
     runner = EpisodeRunner(
         tasks=tasks.by_id(),
         backend=backend,
@@ -181,6 +182,7 @@ def _parts(
         sampling=sampling,
         journal=LedgerJournal(writer),
         ttl_s=config.sandbox.ttl_s,
+        grader=open_grader(config.grading),
     )
     traces = OracleTraces(
         tasks.train, renderer=sampling.renderer, harness=harness, backend=backend, store=store, config=config

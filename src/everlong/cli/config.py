@@ -15,6 +15,7 @@ from everlong.cli.ineffective import refuse_ineffective
 from everlong.contracts.config import Config
 from everlong.contracts.records import SamplingParams
 from everlong.engines.config import EmbeddedConfig
+from everlong.environments.grading.config import GradingConfig
 from everlong.environments.sandboxes.config import SandboxConfig
 from everlong.environments.tasks.config import TasksConfig
 from everlong.models.config import ModelConfig, ScriptedModel, ToyModel
@@ -85,6 +86,7 @@ class RunConfig(Config):
     tasks: TasksConfig = TasksConfig()
     sandbox: SandboxConfig = SandboxConfig()
     harness: HarnessConfig = HarnessConfig()
+    grading: GradingConfig = GradingConfig()
     engine: EmbeddedConfig = EmbeddedConfig()
     sampling: SamplingConfig = SamplingConfig()
     warmup: WarmupConfig = WarmupConfig()

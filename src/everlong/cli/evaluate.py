@@ -17,11 +17,12 @@ from everlong.cli.compose import make_sampling, open_cell
 from everlong.cli.config import RunConfig
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.records import Episode, EpisodeOrder, Purpose
+from everlong.environments.grading.grader import open_grader
 from everlong.environments.grading.verifier import check_verdict_paths
 from everlong.environments.sandboxes.opening import open_backend
 from everlong.environments.sandboxes.registry import scratch_folder
 from everlong.environments.tasks.sources import TaskSet, read_tasks
-from everlong.rollouts.harnesses.bash import BashHarness
+from everlong.rollouts.harnesses.opening import open_harness
 from everlong.rollouts.runner import EpisodeRunner
 
 console = Console(highlight=False)
@@ -78,10 +79,11 @@ async def evaluate(
             runner = EpisodeRunner(
                 tasks=tasks.by_id(),
                 backend=backend,
-                harness=BashHarness(config.harness),
+                harness=open_harness(config.harness),
                 sampling=make_sampling(config, cell.engine),
                 journal=NoAccount(),
                 ttl_s=config.sandbox.ttl_s,
+                grader=open_grader(config.grading),
             )
             try:
                 await check_verdict_paths(tasks, backend)

@@ -34,6 +34,8 @@ class TurnText(Record, frozen=True, kw_only=True):
 
     role: str
     text: str
+    fork: str = ""
+    """Where the conversation goes on from, where that is not what stands above. Example: "goes on from turn 2"."""
 
 
 class EpisodeText(Record, frozen=True, kw_only=True):

@@ -78,6 +78,8 @@ CHANGES = {
     "sandbox.isolation": Change("none"),
     "sandbox.root": Change("boxes"),
     "sandbox.ttl_s": Change(1e6),
+    "harness.type": Change("own_parts:OneTurn"),
+    "grading.type": Change("own_parts:score"),
     "harness.system_prompt": Change("Be brief."),
     "harness.tool_syntax": Change("hermes"),
     "harness.max_turns": Change(3),
@@ -143,10 +145,10 @@ CHANGES = {
     "weights.anchor_every": Change(3),
     "observe.progress": Change("none"),
 }
-ONE_CHOICE = {"harness.type", "credit.type"}
+ONE_CHOICE = {"credit.type"}
 """Tags of unions that have one member so far: there is no other value."""
-OF_CHECKPOINTS = {"model.path", "model.repo", "model.revision"}
-"""They name files of a model; tests/unit/models/test_source.py shows what each finds."""
+OF_CHECKPOINTS = {"model.path", "model.repo", "model.revision", "model.source"}
+"""They name a model; tests/unit/models/test_source.py shows what each finds."""
 
 
 def leaves(kind: type[Config], prefix: str = "") -> Iterator[tuple[str, type[Config], str]]:
