@@ -12,7 +12,7 @@ from everlong.cli.config import RunConfig
 from everlong.cli.mistakes import explain
 from everlong.cli.quickstart import quickstart_config, quickstart_tasks
 from everlong.environments.tasks.config import TasksConfig
-from everlong.trainer.config import OptimizerConfig, TrainerConfig
+from everlong.trainer.config import AdamWConfig, TrainerConfig
 
 DRY_RUN = "--dry-run"
 DESCRIPTION = f"""\
@@ -60,9 +60,7 @@ def _quickstart(arguments: Sequence[str]) -> RunConfig:
     config = quickstart_config()
     words = [part for word in arguments for part in word.split("=", 1)]
     scripted = ("--model.type", "scripted") in pairwise(words)
-    return (
-        config.model_copy(update={"optimizer": OptimizerConfig(), "trainer": TrainerConfig()}) if scripted else config
-    )
+    return config.model_copy(update={"optimizer": AdamWConfig(), "trainer": TrainerConfig()}) if scripted else config
 
 
 def _with_own_tasks(config: RunConfig, default: TasksConfig) -> RunConfig:

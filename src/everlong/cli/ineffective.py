@@ -20,6 +20,7 @@ UNUSED_BY_SCRIPTED = (
     "engine.prefix_cache",
     "loss",
     "ratio",
+    "kl",
     "optimizer",
     "trainer",
 )
@@ -40,6 +41,11 @@ def _rules(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not config.tasks.eval:
         for path in ("schedule.eval_every", "schedule.eval_attempts"):
             yield path, "without held-out tasks: leave it out, or name some in tasks.eval"
+    if config.kl.type != "none" and config.sampling.top_p == 1 and not config.sampling.top_k:
+        yield (
+            "kl.support",
+            "with sampling.top_p=1 and sampling.top_k=0, which truncate nothing: leave it out, or set one",
+        )
     if config.schedule.batch_deadline_s is None:
         yield "schedule.on_deadline", "with schedule.batch_deadline_s=None: leave it out, or set a deadline"
     if not config.warmup.num_batches:

@@ -11,7 +11,7 @@ from everlong.environments.tasks.config import TasksConfig
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
 from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
 from everlong.rollouts.config import HarnessConfig
-from everlong.trainer.config import OptimizerConfig
+from everlong.trainer.config import AdamWConfig
 
 KINDS = ("write-word", "make-folder", "rename-file")
 NUM_TRAIN, NUM_EVAL = 900, 150
@@ -31,7 +31,7 @@ def quickstart_config() -> RunConfig:
         sampling=SamplingConfig(max_tokens=64),
         warmup=WarmupConfig(num_batches=210, traces_per_batch=64),
         schedule=ScheduleConfig(num_batches=24, groups_per_batch=16, group_size=8, eval_every=8, checkpoint_every=10),
-        optimizer=OptimizerConfig(learning_rate=3e-4, supervised_learning_rate=2e-3, warmup_batches=20),
+        optimizer=AdamWConfig(learning_rate=3e-4, supervised_learning_rate=2e-3, warmup_batches=20),
     )
 
 

@@ -94,12 +94,12 @@ def _check_trace(name: str, columns: TokenColumns) -> None:
 def _grow(tree: GroupTree, admitted: Admission, episode: int) -> list[int]:
     """Hang the admitted turns into the tree; returns the node at which each branch ends."""
     ends = {-1: -1}
-    for branch in admitted.branches:
+    for number, branch in enumerate(admitted.branches):
         for index in branch.path:
             if index not in ends:
                 turn = admitted.episode.turns[index]
                 sampled = turn.sampled.with_credit(admitted.credit)
-                ends[index] = tree.add(ends[turn.parent], turn.context, sampled, episode)
+                ends[index] = tree.add(ends[turn.parent], turn.context, sampled, episode, number)
     return [ends[branch.path[-1]] for branch in admitted.branches]
 
 
@@ -149,6 +149,8 @@ class _Run:
     parent: int
     episode: int
     parts: list[TokenColumns]
+    branch: int = 0
+    """Of what trains here; a run never trains two, since the last of a branch's nodes is a leaf."""
 
 
 class _Packer:
@@ -207,7 +209,7 @@ class _Packer:
         lengths = [sum(map(len, run.parts)) for run in runs]
         starts = np.cumsum([0, *lengths])
         segments = (
-            Segment(parent=run.parent, start=int(start), length=length, episode=run.episode)
+            Segment(parent=run.parent, start=int(start), length=length, episode=run.episode, branch=run.branch)
             for run, start, length in zip(runs, starts[:-1], lengths, strict=True)
         )
         return MicroBatch(columns=TokenColumns.join([p for run in runs for p in run.parts]), segments=tuple(segments))
@@ -230,3 +232,5 @@ class _Packer:
             else:
                 runs.append(_Run(parent, node.owner, [columns]))
                 run_of[number] = len(runs) - 1
+            if trains_here:
+                runs[run_of[number]].branch = node.branch
