@@ -6,12 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from tests.unit.trainer.tiny import SHAPE, tiny
 
 from everlong.contracts.records import EpisodeShare, MicroBatch, Segment, TrainBatch
 from everlong.contracts.tokens import KeptSets, TokenColumns
-from everlong.models.llama.config import LlamaConfig
-from everlong.models.llama.model import Llama
-from everlong.models.numerics import Numerics
 from everlong.trainer.config import (
     GrpoConfig,
     GspoConfig,
@@ -27,10 +25,6 @@ from everlong.trainer.replay import predecessors
 from everlong.trainer.step import batch_gradient
 from everlong.trainer.tally import Tally
 
-SHAPE = LlamaConfig(
-    vocab_size=11, padded_vocab_size=16, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=4, max_positions=64,
-)  # fmt: skip
 KEPT = KeptSets.from_rows([[1, 4, 7], [], [5]])
 PROMPT = TokenColumns.context([3, 9, 2])
 SHARED = TokenColumns.sampled_tokens([2, 3], [-1.5, -2.5], version=0, temperature=0.7).with_credit(0.8)
@@ -42,15 +36,6 @@ IMITATED = TokenColumns.supervised([7, 7, 1])
 @pytest.fixture
 def model():
     return tiny()
-
-
-def tiny(numerics=Numerics.FAST):
-    model = Llama(SHAPE, numerics=numerics)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in model.named_weights().items():
-            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.4 + ("norm" in name))
-    return model
 
 
 def packed(*pieces):

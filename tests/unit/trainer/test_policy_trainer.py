@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from tests.unit.trainer.tiny import SHAPE, tiny
 
 from everlong.contracts.errors import AlreadyExists, StoreError
 from everlong.contracts.records import EpisodeShare, MicroBatch, ScoreRequest, Segment, TrainBatch
@@ -22,20 +23,7 @@ from everlong.trainer.optimizer import MasterOptimizer, gradient_norm, learning_
 from everlong.trainer.trainer import PolicyTrainer
 from everlong.weights import WeightPublisher, WeightReader
 
-SHAPE = LlamaConfig(
-    vocab_size=11, padded_vocab_size=16, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=4, max_positions=64,
-)  # fmt: skip
 PROMPT = TokenColumns.context([3, 9, 2])
-
-
-def tiny(dtype=torch.float32, numerics=Numerics.FAST):
-    model = Llama(SHAPE, dtype=dtype, numerics=numerics)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in model.named_weights().items():
-            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.4 + ("norm" in name))
-    return model
 
 
 def trainer_of(model=None, *, store=None, config=None, ratio=None, optimizer=None, seed=7, lease=None, anchor_every=10):
