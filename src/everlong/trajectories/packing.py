@@ -149,8 +149,8 @@ class _Run:
     parent: int
     episode: int
     parts: list[TokenColumns]
-    branch: int = 0
-    """Of what trains here; a run never trains two, since the last of a branch's nodes is a leaf."""
+    branch: int | None = None
+    """Of what trains here; None where nothing does."""
 
 
 class _Packer:
@@ -209,13 +209,14 @@ class _Packer:
         lengths = [sum(map(len, run.parts)) for run in runs]
         starts = np.cumsum([0, *lengths])
         segments = (
-            Segment(parent=run.parent, start=int(start), length=length, episode=run.episode, branch=run.branch)
+            Segment(parent=run.parent, start=int(start), length=length, episode=run.episode, branch=run.branch or 0)
             for run, start, length in zip(runs, starts[:-1], lengths, strict=True)
         )
         return MicroBatch(columns=TokenColumns.join([p for run in runs for p in run.parts]), segments=tuple(segments))
 
     def _append_runs(self, runs: list[_Run], index: int, tree_index: int, nodes: set[int]) -> None:
-        """One run per node, except that an only child of the same owner lengthens its parent's."""
+        """One run per node, except that an only child of the same owner lengthens its parent's, unless both train and on
+        different branches."""
         tree = self._trees[tree_index]
         run_of = {-1: -1}
         for number in tree.preorder():
@@ -226,7 +227,8 @@ class _Packer:
             columns = node.columns if trains_here else node.columns.freeze().with_credit(None)
             parent = run_of[node.parent]
             only_child = sum(child in nodes for child in tree.children(node.parent)) == 1
-            if parent >= 0 and only_child and runs[parent].episode == node.owner:
+            apart = trains_here and parent >= 0 and runs[parent].branch not in (None, node.branch)
+            if parent >= 0 and only_child and runs[parent].episode == node.owner and not apart:
                 runs[parent].parts.append(columns)
                 run_of[number] = parent
             else:
