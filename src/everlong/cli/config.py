@@ -119,16 +119,11 @@ class RunConfig(Config):
         return self
 
     def _check_method(self) -> None:
-        """Losses whose papers define more than the loss. Raises ValueError."""
+        """A loss whose paper defines the credit too. Raises ValueError."""
         if self.loss.type == "dr_grpo" and self.credit.scale != "none":
             raise ValueError(
                 f"loss dr_grpo is defined on credit without deviation, got credit.scale={self.credit.scale}: set credit.scale to "
                 "none, or loss.type to grpo"
-            )
-        if self.loss.type == "dapo" and self.admission.zero_signal != "drop":
-            raise ValueError(
-                f"loss dapo drops groups without signal, got admission.zero_signal={self.admission.zero_signal}: set it to drop, "
-                "or loss.type to grpo"
             )
 
     def _check_sizes(self) -> None:

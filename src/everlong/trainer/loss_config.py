@@ -83,7 +83,7 @@ class DrGrpoConfig(OwnRatios):
 
 
 class DapoConfig(OwnRatios):
-    """The clipped surrogate with a higher upper bound and the token mean (arXiv:2503.14476); drops groups without signal."""
+    """The clipped surrogate with a higher upper bound and the token mean (arXiv:2503.14476)."""
 
     type: Literal["dapo"] = "dapo"
     clip_low: float = Field(0.2, ge=0, lt=1)

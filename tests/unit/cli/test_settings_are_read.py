@@ -10,13 +10,43 @@ from pydantic import BaseModel
 import everlong
 from everlong.cli.config import RunConfig
 from everlong.cli.toml import config_text
-from everlong.trainer.config import GrpoConfig, RatioConfig, SapoConfig, TokenMask, TokenTruncation
+from everlong.trainer.config import (
+    CispoConfig,
+    DapoConfig,
+    DoubleSidedMask,
+    DrGrpoConfig,
+    GrpoConfig,
+    GspoConfig,
+    GspoTokenConfig,
+    KimiConfig,
+    KlLoss,
+    KlReward,
+    MisPo,
+    MuonConfig,
+    RatioConfig,
+    ReinforceConfig,
+    SapoConfig,
+    SequenceGeometric,
+    SequenceProduct,
+    TokenMask,
+    TokenTruncation,
+)
+from everlong.trajectories.credit import CreditConfig
+from everlong.trajectories.credit.overlong import SoftPunishment
 
 TWO_UPDATES = {"updates_per_batch": 2}
 EVERY_TYPE = [
     RunConfig(loss=SapoConfig()),
     RunConfig(loss=GrpoConfig(), ratio=RatioConfig(base="proximal", correction=TokenMask()), trainer=TWO_UPDATES),
     RunConfig(ratio=RatioConfig(base="proximal", correction=TokenTruncation()), trainer=TWO_UPDATES),
+    *(RunConfig(loss=loss) for loss in (DapoConfig(), CispoConfig(), GspoConfig(), GspoTokenConfig(), KimiConfig())),
+    RunConfig(loss=DrGrpoConfig(), credit=CreditConfig(scale="none", overlong=SoftPunishment())),
+    *(
+        RunConfig(loss=ReinforceConfig(), ratio=RatioConfig(correction=correction))
+        for correction in (DoubleSidedMask(), MisPo(), SequenceProduct(), SequenceGeometric())
+    ),
+    *(RunConfig(kl=kl) for kl in (KlLoss(), KlReward())),
+    RunConfig(optimizer=MuonConfig()),
 ]
 """Every type of every union at least once."""
 
