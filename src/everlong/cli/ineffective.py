@@ -49,7 +49,7 @@ def _rules(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.schedule.batch_deadline_s is None:
         yield "schedule.on_deadline", "with schedule.batch_deadline_s=None: leave it out, or set a deadline"
     if not config.warmup.num_batches:
-        for path in ("warmup.traces_per_batch", "optimizer.supervised_learning_rate"):
+        for path in ("warmup.traces_per_batch", "warmup.num_tasks", "optimizer.supervised_learning_rate"):
             yield path, "with warmup.num_batches=0: leave it out, or set warmup.num_batches"
 
 

@@ -151,3 +151,22 @@ def test_what_is_compared_is_the_reward_less_the_punishment():
 def test_a_buffer_longer_than_the_limit_is_refused():
     with pytest.raises(ValueError, match="every episode would be punished"):
         SoftPunishment(max_tokens=10, buffer_tokens=11)
+
+
+def test_shuffled_credits_are_the_same_ones_dealt_at_random_and_alike_at_every_call():
+    plain, shuffled = CreditConfig(), CreditConfig(shuffled=True)
+    rewards = [0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    orders = set()
+    for group in range(50):
+        episodes = [episode(attempt, reward, group=group) for attempt, reward in enumerate(rewards)]
+        dealt = score_group(group, "t", episodes, shuffled).credits
+        assert sorted(dealt) == sorted(score_group(group, "t", episodes, plain).credits)
+        assert dealt == score_group(group, "t", episodes, shuffled).credits
+        orders.add(dealt)
+    assert len(orders) > 15  # of 28
+
+
+def test_shuffling_gives_no_credit_to_an_episode_without_a_verdict():
+    credits = scored([None, 1.0, 0.0, None], CreditConfig(shuffled=True)).credits
+    assert credits[0] is None and credits[3] is None
+    assert None not in credits[1:3]

@@ -33,6 +33,9 @@ class GroupMeanConfig(Config):
     set it to the group size to discard every group that lost a member."""
     overlong: OverlongConfig = NoPunishment()
     """What comes near a length limit loses some of its reward, or not. The record keeps the verdict's own."""
+    shuffled: bool = False
+    """A control for studies: credits are dealt to the group's episodes at random, so that they say nothing about them.
+    What still improves is not learnt from the rewards (arXiv:2506.10947)."""
 
     @model_validator(mode="after")
     def _leave_one_out_is_unscaled(self) -> GroupMeanConfig:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from everlong.contracts.records import Episode, ScoredGroup
 from everlong.trajectories.credit.group_mean import GroupMeanConfig, all_equal, group_mean, mean
 from everlong.trajectories.credit.overlong import punishment
@@ -27,7 +29,8 @@ def score_group(group: int, task: str, episodes: Sequence[Episode], config: Cred
         return ScoredGroup(
             group=group, task=task, episodes=tuple(episodes), credits=nobody, discarded="too_few_verdicts"
         )
-    advantages = iter(group_mean(verdicts, config))
+    credits = group_mean(verdicts, config)
+    advantages = iter(_dealt(credits, group) if config.shuffled else credits)
     return ScoredGroup(
         group=group,
         task=task,
@@ -41,6 +44,12 @@ def score_group(group: int, task: str, episodes: Sequence[Episode], config: Cred
 def _shaped(episode: Episode, config: CreditConfig) -> float | None:
     """The reward that is compared."""
     return None if episode.reward is None else episode.reward + punishment(episode.num_sampled, config.overlong)
+
+
+def _dealt(credits: list[float], group: int) -> list[float]:
+    """The credits in an order that depends on the group's number only, so that a resumed run deals the same."""
+    order = np.random.default_rng(group).permutation(len(credits))
+    return [credits[place] for place in order]
 
 
 def _check_members(group: int, task: str, episodes: Sequence[Episode]) -> None:
