@@ -4,6 +4,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from everlong.contracts.records import EpisodeShare
 from everlong.trainer.denominators import TokenOwners, weigh
@@ -103,3 +105,35 @@ def test_a_thousand_ragged_rows_are_each_counted_once():
     expected = np.mean([loss for _, loss in terms])
     assert len(cut[-1]) not in (0, 512)
     assert mean(cut, shares(*map(int, counts)), "token") == pytest.approx(expected, rel=1e-12)
+
+
+def by_definition(terms, groups, reduction, length):
+    """Means of means, unit by unit."""
+    if reduction == "token":
+        return np.mean([loss for _, loss, _ in terms])
+    key = {
+        "sequence": lambda t: (t[0], t[2]),
+        "constant": lambda t: (t[0], t[2]),
+        "episode": lambda t: t[0],
+        "group": lambda t: groups[t[0]],
+    }[reduction]
+    units = {}
+    for term in terms:
+        units.setdefault(key(term), []).append(term[1])
+    return np.mean([sum(losses) / (length if reduction == "constant" else len(losses)) for losses in units.values()])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    terms=st.lists(st.tuples(st.integers(0, 4), st.floats(-2, 2), st.integers(0, 2)), min_size=1, max_size=30),
+    groups=st.lists(st.integers(0, 2), min_size=5, max_size=5),
+    reduction=st.sampled_from(["token", "sequence", "episode", "group", "constant"]),
+    cuts=st.lists(st.integers(0, 30), max_size=4),
+)
+def test_any_cut_has_the_mean_of_the_definition(terms, groups, reduction, cuts):
+    length = 7 if reduction == "constant" else None
+    counts = [sum(term[0] == episode for term in terms) for episode in range(5)]
+    bounds = [0, *sorted(min(cut, len(terms)) for cut in cuts), len(terms)]
+    cut = [terms[start:stop] for start, stop in pairwise(bounds)]
+    got = mean(cut, shares(*counts, groups=groups), reduction, length)
+    assert got == pytest.approx(by_definition(terms, groups, reduction, length), abs=1e-6)
