@@ -99,7 +99,7 @@ def _rules(config: RunConfig) -> Iterator[Ineffective]:
         why = "with schedule.batch_deadline_s=None: leave it out, or set a deadline"
         yield Ineffective("schedule.on_deadline", "schedule.batch_deadline_s", why)
     if not config.warmup.num_batches:
-        for path in ("warmup.traces_per_batch", "optimizer.supervised_learning_rate"):
+        for path in ("warmup.traces_per_batch", "warmup.num_tasks", "optimizer.supervised_learning_rate"):
             why = "with warmup.num_batches=0: leave it out, or set warmup.num_batches"
             yield Ineffective(path, "warmup.num_batches", why)
 

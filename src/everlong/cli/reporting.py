@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +14,9 @@ from everlong.ledger import EpisodeStore, EpisodeView, check_ledger, read_lifecy
 from everlong.models.config import FolderModel, HubModel, ModelConfig, ScriptedModel, Smollm2Model, ToyModel
 from everlong.observe import (
     EpisodeText,
+    Gain,
     TurnText,
+    paired_gain,
     plot_panels,
     read_evaluations,
     read_panels,
@@ -51,7 +53,24 @@ def write_run_report(folder: RunFolder) -> Path:
     if panels := read_panels(read_points(folder.metrics)):
         plot_panels(panels, folder.path / "curves.png")
     balance = check_ledger(folder.ledger).balance
-    return write_report(folder.path, summary=summarize(config, views), balance=balance.tables(), episodes=episodes)
+    return write_report(
+        folder.path,
+        summary=summarize(config, views),
+        balance=balance.tables(),
+        episodes=episodes,
+        gain=gain_of_rl(views),
+    )
+
+
+def gain_of_rl(views: Sequence[EpisodeView]) -> Gain | None:
+    """Success on the same held-out tasks from the first evaluation to the last; None where there are not two."""
+    held_out = [view for view in views if view.purpose is Purpose.EVAL]
+    rounds: defaultdict[int, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    num_tasks = len({view.task for view in held_out})
+    for view in held_out:
+        if view.reward is not None:
+            rounds[view.group // num_tasks][view.task].append(float(view.reward >= 1.0))
+    return paired_gain(rounds[min(rounds)], rounds[max(rounds)]) if len(rounds) > 1 else None
 
 
 def success_lines(folder: RunFolder) -> list[str]:
@@ -62,7 +81,9 @@ def success_lines(folder: RunFolder) -> list[str]:
     first, last = evaluations[0], evaluations[-1]
     shown = [("before RL", first)] if first is last else [("before RL", first), ("after RL", last)]
     title = "held-out success, in brackets the 95 % interval:"
-    return [title, *(f"  {when:9}  {one.text} of {one.episodes} episodes" for when, one in shown)]
+    lines = [title, *(f"  {when:9}  {one.text} of {one.episodes} episodes" for when, one in shown)]
+    gain = gain_of_rl(list(read_lifecycle(folder.ledger).episodes.values()))
+    return lines if gain is None else [*lines, f"  gain       {gain.text}, paired over {gain.num_tasks} tasks"]
 
 
 def summarize(config: RunConfig, views: Sequence[EpisodeView]) -> dict[str, str]:

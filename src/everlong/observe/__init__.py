@@ -1,7 +1,7 @@
 """What is measured and where it goes: metrics that know how to reduce, sinks, curves, and the report of a run."""
 
 from everlong.observe.console import ConsoleSink
-from everlong.observe.intervals import success_text, wilson_interval
+from everlong.observe.intervals import Gain, paired_gain, success_text, wilson_interval
 from everlong.observe.metrics import Measure, Metrics, Reduce
 from everlong.observe.plots import Panel, Series, draw_panels, plot_panels, read_panels
 from everlong.observe.report import EpisodeText, Evaluation, TurnText, read_evaluations, read_timings, write_report
@@ -12,6 +12,7 @@ __all__ = [
     "EpisodeText",
     "Evaluation",
     "FanOut",
+    "Gain",
     "JsonlSink",
     "Measure",
     "MemorySink",
@@ -22,6 +23,7 @@ __all__ = [
     "Series",
     "TurnText",
     "draw_panels",
+    "paired_gain",
     "plot_panels",
     "read_evaluations",
     "read_panels",

@@ -12,7 +12,7 @@ import jinja2
 
 from everlong.contracts.records import Record
 from everlong.observe.console import BATCH, EVAL, WARMUP, format_duration
-from everlong.observe.intervals import success_text, wilson_interval
+from everlong.observe.intervals import Gain, success_text, wilson_interval
 from everlong.observe.plots import Panel, draw_panels, read_panels
 from everlong.observe.sinks import Point, read_points
 
@@ -79,10 +79,12 @@ def write_report(
     summary: Mapping[str, str],
     balance: Mapping[str, Mapping[str, int]],
     episodes: Sequence[EpisodeText] = (),
+    gain: Gain | None = None,
 ) -> Path:
     """Write `report.html` into the run's folder, from its `metrics.jsonl` and `config.toml`; the path of the report.
 
-    `summary`: what was trained and how, a sentence per part. `balance`: the ledger's counts, by table and row. Parts
+    `summary`: what was trained and how, a sentence per part. `balance`: the ledger's counts, by table and row.
+    `gain`: from the first evaluation to the last, on the same tasks. Parts
     that the run does not have yet are left out and said to be.
     """
     folder = Path(run_folder)
@@ -93,6 +95,7 @@ def write_report(
         panels=[(panel.title, _picture(panel)) for panel in read_panels(points)],
         evaluations=read_evaluations(points),
         balance=balance,
+        gain=gain,
         timings=read_timings(points),
         episodes=episodes,
         config=(folder / CONFIG_FILE).read_text() if (folder / CONFIG_FILE).exists() else "",

@@ -38,3 +38,5 @@ class WarmupConfig(Config):
     """0 starts RL from the model as it is."""
     traces_per_batch: int = Field(32, ge=1)
     """Oracle traces per supervised batch, drawn from the training tasks in seeded epochs."""
+    num_tasks: int | None = Field(None, ge=1)
+    """Training tasks whose oracle trace is shown, drawn by the run's seed; None shows all. The others are left to RL."""
