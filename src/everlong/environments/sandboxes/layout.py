@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import posixpath
+from collections.abc import Container
 from pathlib import Path
 from urllib.parse import quote
 
-from everlong.contracts.ports import Mount, SandboxSpec
+from everlong.contracts.errors import SandboxError
+from everlong.contracts.ports import Mount, SandboxSpec, Snapshot
 from everlong.environments.sandboxes.folders import Territory, copy_tree, is_below
 
 TMP = "/tmp"
@@ -26,6 +28,22 @@ def folder_name(name: str) -> str:
     if not name or len(quoted) > _MAX_NAME:
         raise ValueError(f"a sandbox needs a name of at most about {_MAX_NAME} letters, got {name!r}")
     return quoted
+
+
+def check_names(names: tuple[str, ...], taken: Container[str]) -> None:
+    """Raises ValueError, SandboxError unless every name is a free one."""
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"a restore needs at least one name and each once, got {names}")
+    for name in names:
+        folder_name(name)
+        if name in taken:
+            raise SandboxError(f"a sandbox named {name!r} is open already: names are unique within a backend")
+
+
+def unknown_snapshot(snapshot: Snapshot) -> ValueError:
+    return ValueError(
+        f"snapshot {snapshot.id} of sandbox {snapshot.sandbox} is not kept here: it was dropped, or another backend took it"
+    )
 
 
 def check_spec(spec: SandboxSpec) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from everlong.contracts.ports import SandboxBackend
 from everlong.environments.sandboxes.config import SandboxConfig
+from everlong.environments.sandboxes.gvisor import GvisorBackend
 from everlong.environments.sandboxes.local import LocalBackend
 from everlong.environments.sandboxes.scripted import ScriptedBackend
 
@@ -18,4 +19,7 @@ def open_backend(config: SandboxConfig, run_folder: Path, warn: Callable[[str], 
     """The backend that `config` names; `warn` is told once if it isolates less than it could. Raises SandboxError."""
     if config.type == "scripted":
         return ScriptedBackend(scratch=run_folder)
-    return LocalBackend(config.root or run_folder / "sandboxes", isolation=config.isolation, warn=warn)
+    root = config.root or run_folder / "sandboxes"
+    if config.type == "gvisor":
+        return GvisorBackend(root, runsc=config.runsc)
+    return LocalBackend(root, isolation=config.isolation, warn=warn)
