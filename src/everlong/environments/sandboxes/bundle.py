@@ -18,8 +18,20 @@ from everlong.environments.sandboxes.layout import TMP, private_folders
 
 TOOLS = "/.everlong"
 """Where the sandbox sees the launcher, read-only."""
-# The shell reaps what a command leaves behind and what then loses its parent.
-_INIT = ("/bin/sh", "-c", "while :; do sleep 100000; done")
+_DOOR = "/run/everlong"
+ASK = f"""d={_DOOR}; n=$$; mkfifo $d/$n.in $d/$n.out || exit 1; echo $n > $d/ask; exec 3<&0; cat <&3 > $d/$n.in 2> /dev/null & exec 3<&- 0</dev/null
+cat $d/$n.out; kill $! 2> /dev/null; rm $d/$n.in $d/$n.out"""
+"""Run by `runsc exec`: has a launcher started by the first process, and speaks with it in its place. What `runsc exec` itself
+started is killed by gVisor when a checkpoint is restored, so processes that are to live on must come from the first one."""
+
+
+def first_process(launcher: str) -> tuple[str, ...]:
+    """Starts what is asked for at its door, and reaps what a command leaves behind and then loses its parent (bash does)."""
+    start = f"/usr/bin/python3 -I -S {launcher} < {_DOOR}/$n.in > {_DOOR}/$n.out"
+    wait = f"while :; do read -r n < {_DOOR}/ask || continue; {start} & done"
+    return ("/bin/bash", "-c", f"mkdir -m 700 {_DOOR}; mkfifo -m 600 {_DOOR}/ask; {wait}")
+
+
 _CAPABILITIES = tuple(
     f"CAP_{name}"
     for name in ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETPCAP", "SETUID", "SYS_ADMIN")
@@ -73,7 +85,9 @@ def _copy_public(source: Path, target: Path) -> None:
         target.write_bytes(source.read_bytes())
 
 
-def write_bundle(bundle: Path, root: Path, mounts: Sequence[tuple[str, str]], etc: Path, tools: Path) -> None:
+def write_bundle(
+    bundle: Path, root: Path, mounts: Sequence[tuple[str, str]], etc: Path, tools: Path, init: Sequence[str]
+) -> None:
     """`bundle/config.json` for a sandbox on that root folder. `mounts`: folders of the host and where they are seen."""
     bundle.mkdir(parents=True)
     binds = [
@@ -91,7 +105,7 @@ def write_bundle(bundle: Path, root: Path, mounts: Sequence[tuple[str, str]], et
         "root": {"path": str(root), "readonly": False},
         "process": {
             "user": {"uid": 0, "gid": 0},
-            "args": _INIT,
+            "args": list(init),
             "env": ["PATH=/usr/bin:/bin"],
             "cwd": "/",
             "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), _CAPABILITIES),

@@ -28,7 +28,7 @@ import msgspec
 from everlong.contracts.errors import SandboxError
 from everlong.contracts.ports import Capabilities, Command, ExecResult, PauseTo, SandboxSpec, Snapshot
 from everlong.environments.sandboxes import guest_files
-from everlong.environments.sandboxes.bundle import TOOLS, lay_out_etc, lay_out_root, write_bundle
+from everlong.environments.sandboxes.bundle import ASK, TOOLS, first_process, lay_out_etc, lay_out_root, write_bundle
 from everlong.environments.sandboxes.folders import Territory, remove_tree
 from everlong.environments.sandboxes.images import Image, ImageStore, stored_bytes
 from everlong.environments.sandboxes.keeper import Keeper, Runsc
@@ -128,7 +128,14 @@ class GvisorSandbox:
             if self._group is not None:
                 self._backend.claim.make_group(self._group, (2 * self._spec.limits.memory_mb + _OWN_MB) << 20)
             root, mounts = self._base.path / "root", self._backend.mounts[self._base]
-            write_bundle(self._home / "bundle", root, mounts, self._ground.etc, self._ground.tools)
+            write_bundle(
+                self._home / "bundle",
+                root,
+                mounts,
+                self._ground.etc,
+                self._ground.tools,
+                first_process(self._ground.launcher),
+            )
             await self._run(image)
             if image is None and os.geteuid() != 0:
                 # An ordinary user cannot give files away on the host; in here everybody can be made.
@@ -145,7 +152,8 @@ class GvisorSandbox:
             raise ValueError(f"a command needs an argv and a finite timeout_s > 0, got {command}")
         async with self._lock:
             self._check_open()
-            argv = self._ground.keeper.argv("exec", self._id, _PYTHON, "-I", "-S", self._ground.launcher)
+            words = ("sh", "-c", ASK) if command.keep_processes else (_PYTHON, "-I", "-S", self._ground.launcher)
+            argv = self._ground.keeper.argv("exec", self._id, *words)
             self._launch = Launch(argv, Path("/"), self._request(command), command.timeout_s)
             try:
                 result = await self._launch.run()
@@ -442,7 +450,7 @@ class GvisorBackend:
         """The checkpoint as runsc reads it."""
         with contextlib.ExitStack() as stack:
             async with self._storing:
-                folder = await asyncio.to_thread(stack.enter_context, self.images.whole(image))
+                folder: Path = await asyncio.to_thread(lambda: stack.enter_context(self.images.whole(image)))
             yield folder
 
     def next_id(self) -> str:
