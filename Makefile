@@ -7,13 +7,14 @@ CORE_VENV := .venv-core
 CORE_STAMP := $(CORE_VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup train test unit loop system campaign check format docs clean help
+.PHONY: setup train test unit loop system gvisor campaign check format docs clean help
 
 help:
 	@echo "make setup   install everlong into $(VENV); the command is $(BIN)/everlong"
 	@echo "make train   the quickstart: trains, evaluates, writes a report"
 	@echo "make test    unit and loop tiers (what a change must pass)"
 	@echo "make system  real servers and clients"
+	@echo "make gvisor  fetches gVisor's runsc into a cache folder (sandbox.type=gvisor); skipped aloud where it cannot be had"
 	@echo "make check   lint, types, import contracts"
 	@echo "make campaign  kill -9 campaign on a real run; writes docs/evidence/"
 
@@ -39,8 +40,12 @@ loop: $(STAMP) $(CORE_STAMP)
 test: $(STAMP) $(CORE_STAMP)
 	EVERLONG_CORE_PYTHON=$(abspath $(CORE_VENV))/bin/python $(PYTEST) tests/unit tests/loop
 
-system: $(STAMP)
+system: $(STAMP) gvisor
 	$(PYTEST) tests/system
+	EVERLONG_TEST_GVISOR=1 $(PYTEST) tests/unit/environments/sandboxes/test_sandbox_contract.py -k gvisor -rs
+
+gvisor:
+	@bash scripts/gvisor.sh
 
 campaign: $(STAMP)
 	$(BIN)/python -m tests.campaign.kill --kills 10

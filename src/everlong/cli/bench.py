@@ -32,12 +32,16 @@ class Row:
 
 
 def _benches() -> dict[str, tuple[str, Callable[[], list[Row]]]]:
-    from everlong.cli.benches import aligned, engine, ledger, weights
+    from everlong.cli.benches import aligned, engine, ledger, sandbox, weights
 
     return {
         "aligned": ("aligned numerics against fast ones: a training step and decoding on the toy", aligned.measure),
         "engine": ("the embedded engine's continuous batching against one request at a time", engine.measure),
         "ledger": ("group commit against one commit per fact", ledger.measure),
+        "sandbox": (
+            "sandboxes: start, command, pause, snapshot, fork and rollback per backend, and over-commit",
+            sandbox.measure,
+        ),
         "weights": ("delta size and time against shipping the whole weights", weights.measure),
     }
 

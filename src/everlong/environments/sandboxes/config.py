@@ -23,3 +23,8 @@ class SandboxConfig(Config):
     verifier of every task, and a margin."""
     runsc: Path | None = None
     """gVisor's program; None takes RUNSC, what `make gvisor` fetched, or the one on the PATH."""
+    pause_after_s: float | None = Field(None, gt=0)
+    """Seconds without a call after which a gvisor sandbox goes to disk until the next one; None keeps it in memory, unless
+    `max_resident` needs its place."""
+    max_resident: int | None = Field(None, ge=2)
+    """gvisor sandboxes that hold memory at once; calls beyond wait for a place. A fork needs two. None is no limit."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import shutil
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +44,7 @@ class Keeper:
 
     def __init__(self, runsc: Runsc) -> None:
         self._runsc = runsc
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._enter: tuple[str, ...] = ()
 
     async def start(self) -> None:
@@ -54,24 +56,8 @@ class Keeper:
                 )
         user = () if os.geteuid() == 0 else ("--user", "--map-root-user")
         argv = ("unshare", *user, "--mount", "--pid", "--ipc", "--fork", "--kill-child=SIGKILL", "--mount-proc")
-        self._process = process = await asyncio.create_subprocess_exec(
-            *(*argv, "/usr/bin/python3", "-I", "-S", "-c", _INIT),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert process.stdout and process.stderr
-        try:
-            said = await asyncio.wait_for(process.stdout.read(1), _START_S)
-        except TimeoutError:
-            said = b""
-        if said != b"r":
-            process.kill()
-            trouble = (await process.stderr.read()).decode(errors="replace").strip()
-            raise SandboxError(
-                f"no namespaces for gVisor sandboxes: {trouble[-_SAID_CHARS:] or 'unshare said nothing'}"
-            )
+        self._process = await asyncio.to_thread(_open_namespace, (*argv, "/usr/bin/python3", "-I", "-S", "-c", _INIT))
+        process = self._process
         init = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]
         own_user = ("--user", "--preserve-credentials") if user else ()
         self._enter = ("nsenter", f"--target={init}", *own_user, "--mount", "--pid", "--ipc")
@@ -117,11 +103,27 @@ class Keeper:
     async def close(self) -> None:
         """Idempotent."""
         process, self._process = self._process, None
-        if process is None or process.stdin is None:
-            return
-        process.stdin.close()
-        try:
-            await asyncio.wait_for(process.wait(), _STOP_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        if process is not None:
+            await asyncio.to_thread(_close_namespace, process)
+
+
+def _open_namespace(argv: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Not asyncio's: it must live and die with this process, whichever event loop runs in it."""
+    process = subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout and process.stderr
+    ready, _, _ = select.select([process.stdout], [], [], _START_S)
+    if ready and process.stdout.read(1) == b"r":
+        return process
+    process.kill()
+    trouble = process.communicate()[1].decode(errors="replace").strip()
+    raise SandboxError(f"no namespaces for gVisor sandboxes: {trouble[-_SAID_CHARS:] or 'unshare said nothing'}")
+
+
+def _close_namespace(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.communicate(timeout=_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()

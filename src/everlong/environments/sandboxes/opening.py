@@ -10,6 +10,7 @@ from everlong.contracts.ports import SandboxBackend
 from everlong.environments.sandboxes.config import SandboxConfig
 from everlong.environments.sandboxes.gvisor import GvisorBackend
 from everlong.environments.sandboxes.local import LocalBackend
+from everlong.environments.sandboxes.pool import PooledBackend
 from everlong.environments.sandboxes.scripted import ScriptedBackend
 
 _LOG = logging.getLogger(__name__)
@@ -21,5 +22,8 @@ def open_backend(config: SandboxConfig, run_folder: Path, warn: Callable[[str], 
         return ScriptedBackend(scratch=run_folder)
     root = config.root or run_folder / "sandboxes"
     if config.type == "gvisor":
-        return GvisorBackend(root, runsc=config.runsc)
+        gvisor = GvisorBackend(root, runsc=config.runsc)
+        if config.pause_after_s is None and config.max_resident is None:
+            return gvisor
+        return PooledBackend(gvisor, pause_after_s=config.pause_after_s, max_resident=config.max_resident)
     return LocalBackend(root, isolation=config.isolation, warn=warn)
