@@ -16,16 +16,20 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 from everlong.cli.bench import Row
 from everlong.contracts.errors import SandboxError
 from everlong.contracts.ports import Command, Sandbox, SandboxBackend, SandboxSpec
 from everlong.environments.sandboxes.gvisor import GvisorBackend
 from everlong.environments.sandboxes.local import LocalBackend
+from everlong.environments.sandboxes.memory_group import usable_parent
 from everlong.environments.sandboxes.pool import PooledBackend
 
+T = TypeVar("T")
+
 REPEATS = 20
-PUBLISHED_MS = {"checkpoint": 133.0, "snapshot": 133.0, "resume_disk": 49.0, "fork": 49.0}
+PUBLISHED_MS = {"checkpoint": 133.0, "snapshot": 133.0, "resume_disk": 49.0}
 PUBLISHED_RATIO = 6.5
 _HOLD = "import os, time; held = os.urandom({mb} << 20); open('ready', 'w').close(); time.sleep(1e6)"
 
@@ -86,7 +90,7 @@ class Stopwatch:
         self.ms: dict[str, list[float]] = {}
         self.mb: dict[str, list[float]] = {}
 
-    async def __call__[T](self, metric: str, work: Awaitable[T]) -> T:
+    async def __call__(self, metric: str, work: Awaitable[T]) -> T:
         started = time.perf_counter()
         result = await work
         self.ms.setdefault(metric, []).append(1000 * (time.perf_counter() - started))
@@ -139,12 +143,11 @@ async def _hold(sandbox: Sandbox, size_mb: int, *, in_process: bool) -> None:
 async def _overcommit() -> list[Row]:
     """Every sandbox holds `HELD_MB` and waits for most of its cycle; at most `MAX_RESIDENT` hold memory at once."""
     with tempfile.TemporaryDirectory(prefix="everlong-bench-") as folder:
-        root = Path(folder)
-        inner = GvisorBackend(root)
+        inner = GvisorBackend(Path(folder))
         pool = PooledBackend(inner, pause_after_s=1.0, max_resident=MAX_RESIDENT)
         try:
             await pool.probe()
-            peak = PeakMemory(root)
+            peak = PeakMemory(inner)
             watching = asyncio.create_task(peak.watch())
             try:
                 latencies = await asyncio.gather(*(_episode(pool, number) for number in range(NUM_SANDBOXES)))
@@ -178,30 +181,43 @@ async def _episode(pool: PooledBackend, number: int) -> list[float]:
 
 
 class PeakMemory:
-    """Memory of everything that runs below a folder, as its sandboxes' processes share it: sampled, the most is kept."""
+    """Memory of the sandboxes of a backend, sampled; the most is kept.
 
-    def __init__(self, root: Path) -> None:
-        self._root = str(root).encode()
+    Where they have memory control groups: what these are charged with, the page cache of written snapshots included. Else the
+    memory of their processes, each page divided among those who map it.
+    """
+
+    def __init__(self, backend: GvisorBackend) -> None:
+        self._folder = backend.claim.folder
+        self._groups = usable_parent()
         self.mb = 0.0
         self.alone_mb = 0.0
         """The most that one sandbox held, helpers included."""
 
     async def watch(self) -> None:
         while True:
-            sizes = await asyncio.to_thread(self._sizes_mb)
+            sizes = await asyncio.to_thread(self._in_groups if self._groups is not None else self._in_processes)
             self.mb = max(self.mb, sum(sizes))
             self.alone_mb = max([self.alone_mb, *sizes])
             await asyncio.sleep(0.5)
 
-    def _sizes_mb(self) -> list[float]:
+    def _in_groups(self) -> list[float]:
+        assert self._groups is not None
+        files = self._groups.glob(f"everlong-{self._folder.name}-*/memory.usage_in_bytes")
+        return [int(text) / 1e6 for file in files if (text := _text(file))]
+
+    def _in_processes(self) -> list[float]:
         sizes = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                if self._root in (entry / "cmdline").read_bytes():
-                    rollup = (entry / "smaps_rollup").read_text().splitlines()
-                    sizes.append(sum(int(line.split()[1]) for line in rollup if line.startswith("Pss:")) / 1000)
-            except (OSError, IndexError):
-                continue
+        for entry in Path("/proc").glob("[0-9]*"):
+            if str(self._folder) in _text(entry / "cmdline"):
+                lines = _text(entry / "smaps_rollup").splitlines()
+                sizes.append(sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1000)
         return sizes
+
+
+def _text(file: Path) -> str:
+    """Empty where it is gone."""
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from everlong.contracts.errors import SandboxError
 from everlong.contracts.ports import Mount, SandboxSpec, Snapshot
-from everlong.environments.sandboxes.folders import Territory, copy_tree, is_below
+from everlong.environments.sandboxes.folders import Territory, copy_tree, is_below, remove_tree
 
 TMP = "/tmp"
 _TAKEN = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/proc", "/dev", "/sys", "/var/tmp")
@@ -66,10 +66,13 @@ def check_spec(spec: SandboxSpec) -> None:
         raise ValueError(f"ttl_s of sandbox {spec.name} must be > 0 or None, got {spec.ttl_s}")
 
 
-def lay_out(home: Path, territory: Territory, workdir: str, source: Path | None) -> None:
-    """Make the folders and fill the workdir with a copy of `source`."""
+def make_home(home: Path) -> None:
     home.mkdir()
     (home / "mountpoint").mkdir()
+
+
+def fill_folders(territory: Territory, workdir: str, source: Path | None) -> None:
+    """Make the sandbox's own folders and fill the workdir with a copy of `source`."""
     for path in territory.folders:
         territory.host(path).mkdir(parents=True)
     territory.host(TMP).chmod(0o1777)
@@ -89,6 +92,7 @@ def place_mounts(home: Path, territory: Territory, mounts: tuple[Mount, ...], *,
         source = Path(mount.source).absolute()
         if not caged or (territory.owner is not None and not _everybody_reads(source)):
             copy = home / "mounts" / str(index) if caged else territory.host(mount.target)
+            remove_tree(copy)  # a restored sandbox's lies there already, as the snapshot found it
             copy.mkdir(parents=True)
             copy_tree(source, copy, territory.owner)
             source = copy

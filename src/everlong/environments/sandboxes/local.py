@@ -43,8 +43,9 @@ from everlong.environments.sandboxes.layout import (
     TMP,
     check_names,
     check_spec,
+    fill_folders,
     folder_name,
-    lay_out,
+    make_home,
     place_mounts,
     private_folders,
     unknown_snapshot,
@@ -97,6 +98,7 @@ class LocalSandbox:
             workdir=spec.workdir,
             owner=agent_owner() if self._caged else None,
         )
+        self._has_group = False
         self._mounts: list[tuple[str, str]] = []
         self._stack: Stack = ()
         """Below what is written now; empty until a snapshot seals something."""
@@ -123,6 +125,8 @@ class LocalSandbox:
             )
         async with self._lock:
             self._check_open()
+            with self._storing("a memory group"):
+                self._make_group()
             launcher = self._place.launcher
             argv = (self._place.python, "-I", "-S", launcher.name)
             self._launch = Launch(argv, launcher.parent, self._request(command), command.timeout_s)
@@ -208,14 +212,14 @@ class LocalSandbox:
 
     async def start_from(self, stack: Stack) -> None:
         """As `start`, with what a snapshot holds."""
-        await self.start(())
-        try:
-            await asyncio.to_thread(self._become, stack)
-        except BaseException as error:
-            await self.close()
-            if isinstance(error, OSError):
-                raise SandboxError(f"cannot restore sandbox {self.name}: {error}") from error
-            raise
+        # An empty layer above others is made in less time than a thread is found.
+        cheap = self._place.overlays and not self._spec.mounts
+        await self._start(lambda: self._lay_on(stack), in_thread=not cheap)
+
+    def _lay_on(self, stack: Stack) -> None:
+        make_home(self._home)
+        self._become(stack)
+        self._mounts = place_mounts(self._home, self._territory, self._spec.mounts, caged=self._caged)
 
     def _freeze(self) -> Stack:
         """What it is now as layers that nobody changes; with overlays it goes on above them."""
@@ -265,8 +269,14 @@ class LocalSandbox:
 
     async def start(self, source: tuple[Path, ...]) -> None:
         """Make what it needs on the host; after a failure nothing is left. `source`: layers of the workdir's content."""
+        await self._start(lambda: self._lay_out(source), in_thread=True)
+
+    async def _start(self, lay_out: Callable[[], None], *, in_thread: bool) -> None:
         try:
-            await asyncio.to_thread(self._lay_out, source)
+            if in_thread:
+                await asyncio.to_thread(lay_out)
+            else:
+                lay_out()
         except BaseException as error:
             await self.close()
             if isinstance(error, OSError):
@@ -274,12 +284,17 @@ class LocalSandbox:
             raise
 
     def _lay_out(self, source: tuple[Path, ...]) -> None:
-        lay_out(self._home, self._territory, self._spec.workdir, source[0] if len(source) == 1 else None)
+        make_home(self._home)
+        fill_folders(self._territory, self._spec.workdir, source[0] if len(source) == 1 else None)
         if len(source) > 1:
             merge(tuple(layer for layer in source if layer.is_dir()), self._territory.host(self._spec.workdir))
         self._mounts = place_mounts(self._home, self._territory, self._spec.mounts, caged=self._caged)
-        if self._memory_group is not None:
+
+    def _make_group(self) -> None:
+        """With the first command: most of what a start costs."""
+        if self._memory_group is not None and not self._has_group:
             self._backend.claim.make_group(self._memory_group, self._spec.limits.memory_mb << 20)
+            self._has_group = True
 
     def _begin_close(self, reason: str) -> None:
         if self._closing is None:

@@ -145,7 +145,8 @@ async def test_many_sandboxes_share_few_places_and_lose_nothing():
     await pool.close()
 
 
-async def test_a_sandbox_nobody_calls_goes_to_disk_and_comes_back(looptime):
+@pytest.mark.looptime
+async def test_a_sandbox_nobody_calls_goes_to_disk_and_comes_back():
     inner = ScriptedBackend()
     pool = PooledBackend(inner, pause_after_s=5.0, max_resident=None)
     sandbox = await pool.create(SandboxSpec(name="a"))

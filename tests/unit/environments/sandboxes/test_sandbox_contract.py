@@ -652,6 +652,17 @@ async def test_what_a_command_does_to_a_layer_is_seen_from_outside(backend, open
     await backend.drop(snapshot)
 
 
+@local_backend
+async def test_a_restored_sandbox_has_its_mounts(backend, opened, tmp_path):
+    (tmp_path / "given").write_bytes(b"given")
+    sandbox = await opened(backend, mounts=(Mount(source=str(tmp_path), target="/tests"),))
+    snapshot = await sandbox.snapshot()
+    (clone,) = await backend.restore(snapshot, (f"mounted/{next(counter)}",))
+    await backend.drop(snapshot)
+    assert (await clone.exec(Command(argv=("cat", "/tests/given"), timeout_s=10))).output == b"given"
+    await clone.close()
+
+
 @namespaces
 async def test_a_snapshot_copies_nothing_and_a_deep_stack_becomes_one_layer(backend, opened):
     if (await backend.probe()).snapshots != "layers":
@@ -678,7 +689,7 @@ async def test_a_snapshot_copies_nothing_and_a_deep_stack_becomes_one_layer(back
 async def test_a_paused_command_stands_still_and_its_time_too(backend, opened):
     sandbox = await opened(backend)
     script = "for i in 1 2 3 4 5 6; do echo $i >> steps; sleep 0.1; done"
-    running_command = asyncio.create_task(sh(sandbox, script, timeout_s=3.0))
+    running_command = asyncio.create_task(sh(sandbox, script, timeout_s=1.5))
     while True:
         try:
             await sandbox.read("steps")
@@ -686,10 +697,10 @@ async def test_a_paused_command_stands_still_and_its_time_too(backend, opened):
         except FileNotFoundError:
             await asyncio.sleep(0.01)
     await sandbox.pause()
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.3)
     steps = next(backend.claim.folder.glob(f"*{sandbox.name.split('/')[1]}/root/app/steps"))
     before = steps.read_bytes()
-    await asyncio.sleep(3.0)  # longer than its time limit
+    await asyncio.sleep(1.6)  # longer than its time limit
     assert steps.read_bytes() == before
     assert not running_command.done()
     await sandbox.resume()
