@@ -35,7 +35,10 @@ def refuse_ineffective(config: RunConfig) -> None:
 
 def _rules(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.model.type == "scripted":
+        known = {f"engine.{name}" for name in type(config.engine).model_fields}
         for path in UNUSED_BY_SCRIPTED:
+            if path.startswith("engine.") and path not in known:
+                continue
             yield path, "with model.type=scripted: leave it out, or set model.type to toy"
     if not config.tasks.eval:
         for path in ("schedule.eval_every", "schedule.eval_attempts"):

@@ -1,0 +1,34 @@
+"""A vLLM server that outlives the engines in front of it, so that a suite of tests starts it once."""
+
+import pytest
+
+from everlong.engines.vllm_engine.client import VllmClient
+from everlong.engines.vllm_engine.server import StartedServer, find_python
+
+
+def _missing() -> str:
+    try:
+        find_python(None)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+needs_vllm = [pytest.mark.skipif(bool(_missing()), reason=_missing()), pytest.mark.timeout(900)]
+"""Marks of the tests that run the real server, which takes half a minute and more to start."""
+
+
+class Kept:
+    """A server that engine after engine uses, each as if it had been started for it."""
+
+    def __init__(self, server: StartedServer) -> None:
+        self._server = server
+        self._client: VllmClient | None = None
+
+    async def start(self) -> VllmClient:
+        if self._client is None:
+            self._client = await self._server.start()
+        return self._client
+
+    async def stop(self) -> None:
+        """The next test goes on with it."""
