@@ -13,7 +13,7 @@ from everlong.engines.scripted import Fault, ScriptedEngine
 from everlong.models.llama.config import LlamaConfig
 from everlong.models.llama.model import Llama
 from everlong.storage import open_store
-from everlong.weights import RawTensor, WeightPublisher, WeightReader, WeightSet
+from everlong.weights import RawTensor, WeightPublisher, WeightSet
 
 VOCAB, CONTEXT = 20, 1024
 HELD_TOKENS = 400

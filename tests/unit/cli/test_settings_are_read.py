@@ -10,11 +10,13 @@ from pydantic import BaseModel
 import everlong
 from everlong.cli.config import RunConfig
 from everlong.cli.toml import config_text
+from everlong.engines.config import VllmConfig
 from everlong.trainer.config import GrpoConfig, RatioConfig, SapoConfig, TokenMask, TokenTruncation
 
 TWO_UPDATES = {"updates_per_batch": 2}
 EVERY_TYPE = [
     RunConfig(loss=SapoConfig()),
+    RunConfig(engine=VllmConfig()),
     RunConfig(loss=GrpoConfig(), ratio=RatioConfig(base="proximal", correction=TokenMask()), trainer=TWO_UPDATES),
     RunConfig(ratio=RatioConfig(base="proximal", correction=TokenTruncation()), trainer=TWO_UPDATES),
 ]
