@@ -1,5 +1,7 @@
 """A vLLM server that outlives the engines in front of it, so that a suite of tests starts it once."""
 
+from pathlib import Path
+
 import pytest
 
 from everlong.engines.vllm_engine.client import VllmClient
@@ -32,3 +34,17 @@ class Kept:
 
     async def stop(self) -> None:
         """The next test goes on with it."""
+
+
+def processes_of(module: str, folder: Path) -> list[int]:
+    """Ids of the processes that run a module and were started through the program in `folder`, by their environment."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().decode().split("\0")
+            environment = (entry / "environ").read_bytes().decode(errors="replace")
+        except OSError:
+            continue  # it ended, or belongs to somebody else
+        if module in words and str(folder) in environment:
+            found.append(int(entry.name))
+    return found
