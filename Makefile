@@ -23,7 +23,7 @@ help:
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/setup.sh "train,dev,smollm2"
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/setup.sh "train,dev,smollm2,humaneval"
 	@touch $(STAMP)
 
 $(CORE_STAMP): pyproject.toml constraints.txt scripts/setup.sh

@@ -64,6 +64,7 @@ async def test_every_stream_has_the_length_of_the_ids(engine):
     reply = await engine.generate(ask(max_tokens=6, temperature=0.5))
     columns = reply.columns
     assert (len(columns), columns.num_sampled, len(columns.kept)) == (6, 6, 6)
+    assert reply.num_reported == 6
     assert reply.finish_reason is FinishReason.LENGTH
     assert columns.versions.tolist() == [3] * 6
     assert columns.temperatures.tolist() == [0.5] * 6

@@ -167,7 +167,8 @@ class FakeVllm:
         last = choice(reply, half, len(reply.columns), num_candidates, self.vocab_size)
         yield event({"choices": [{**last, **ending(reply)}]})
         details = {"cached_tokens": reply.num_cached_tokens}
-        yield event({"choices": [], "usage": {"prompt_tokens_details": details}})
+        usage = {"completion_tokens": len(reply.columns), "prompt_tokens_details": details}
+        yield event({"choices": [], "usage": usage})
         yield "data: [DONE]\n\n"
 
     async def abort(self, request: Request) -> Response:

@@ -35,12 +35,12 @@ import numpy as np
 from tests.campaign.comparing import Outcome, differences, facts_of, num_facts, outcome_of, sampled_twice
 from tests.campaign.processes import Process, child_worker, left_over
 from tests.campaign.small_run import make_tasks, small_config, start, start_train
+from tests.evidence import ROOT, write_evidence
 
 from everlong.contracts.records import Record
 
 Target = Literal["control", "worker", "both"]
 TARGETS: tuple[Target, ...] = get_args(Target)
-ROOT = Path(__file__).resolve().parents[2]
 PATHS = ("src/everlong", "tests/campaign")
 BY_CLOCK_EVERY = 3
 AFTER_FACT_S = 0.4
@@ -261,20 +261,6 @@ def figures_of(reference: Reference, runs: list[KilledRun]) -> dict[str, object]
     }
 
 
-def write_evidence(path: Path, command: str, seed: int, figures: dict[str, object]) -> None:
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    evidence = {
-        "name": "kill",
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown",
-        "command": command,
-        "seed": seed,
-        "figures": figures,
-        "paths": PATHS,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(evidence), indent=2) + b"\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.campaign.kill", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kills", type=int, default=10, help="per target")
@@ -300,7 +286,12 @@ def main() -> None:
         )
     figures = figures_of(campaign.reference(), runs)
     write_evidence(
-        args.evidence, f"python -m tests.campaign.kill --kills {args.kills} --seed {args.seed}", args.seed, figures
+        args.evidence,
+        name="kill",
+        command=f"python -m tests.campaign.kill --kills {args.kills} --seed {args.seed}",
+        seed=args.seed,
+        figures=figures,
+        paths=PATHS,
     )
     sys.exit(1 if figures["runs_with_failures"] else 0)
 

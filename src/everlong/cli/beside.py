@@ -21,6 +21,9 @@ class NoAccount:
     async def tokens_discarded(self, order: EpisodeOrder, num_tokens: int, reason: str) -> None:
         """Nothing to write."""
 
+    async def call_uncounted(self, order: EpisodeOrder, max_tokens: int, reason: str) -> None:
+        """Nothing to write."""
+
 
 def newest_version(config: RunConfig, folder: RunFolder) -> int:
     """Raises NotFound where the run has published none."""

@@ -130,6 +130,8 @@ def _build_model(config: RunConfig, source: ModelSource, vocab_size: int) -> Lla
     dtype, numerics = getattr(torch, config.model.dtype), Numerics(config.numerics)
     if isinstance(config.model, ToyModel):
         return build_toy(config.model.seed, dtype, numerics)
+    if source.build is not None:
+        return source.build(source.shape, dtype, numerics)
     assert source.folder is not None
     return load_checkpoint(source.folder, vocab_size=vocab_size, dtype=dtype, numerics=numerics)
 

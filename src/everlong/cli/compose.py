@@ -16,18 +16,20 @@ from everlong.cli.toml import config_text
 from everlong.cli.traces import OracleTraces
 from everlong.contracts.ports import Engine, MetricSink, SandboxBackend, Trainer
 from everlong.contracts.records import EpisodeOrder
+from everlong.environments.grading.grader import open_grader
+from everlong.environments.grading.verifier import check_verdict_paths
 from everlong.environments.sandboxes.opening import open_backend
 from everlong.environments.tasks.sources import RunTasks, read_run_tasks
-from everlong.ledger import EpisodeStore, Ledger, LedgerWriter, RunStarted, TokensDiscarded, TurnSampled
-from everlong.models.numerics_env import required_environment
+from everlong.ledger import CallUncounted, EpisodeStore, Ledger, LedgerWriter, RunStarted, TokensDiscarded, TurnSampled
+from everlong.models.numerics_env import prepare_process, required_environment
 from everlong.models.source import find_model
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.cells.supervisor import WorkerProcess
 from everlong.orchestrator.conductor import Parts, RunConductor
 from everlong.orchestrator.recovery import interruptions, progress_of
-from everlong.orchestrator.scheduler import RoundScheduler
+from everlong.orchestrator.scheduler import RoundScheduler, is_checkpoint_due
 from everlong.rollouts.gateway.session import SessionLimits
-from everlong.rollouts.harnesses.bash import BashHarness
+from everlong.rollouts.harnesses.opening import open_harness
 from everlong.rollouts.runner import EpisodeRunner, Sampling
 from everlong.storage import open_store
 
@@ -60,6 +62,11 @@ class LedgerJournal:
             TokensDiscarded(episode=order.episode, incarnation=order.incarnation, num_tokens=num_tokens, reason=reason)
         )
 
+    async def call_uncounted(self, order: EpisodeOrder, max_tokens: int, reason: str) -> None:
+        await self.ledger.append(
+            CallUncounted(episode=order.episode, incarnation=order.incarnation, max_tokens=max_tokens, reason=reason)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class CellPorts:
@@ -77,6 +84,7 @@ class CellPorts:
 async def open_cell(config: RunConfig, folder: RunFolder) -> AsyncGenerator[CellPorts]:
     """The cell in a process of its own, or in this one."""
     if config.worker == "inline":
+        prepare_process(config.numerics)
         cell = build_cell(str(folder.config))
         assert cell.trainer is not None
         try:
@@ -120,10 +128,11 @@ async def open_control(
         await _announce(writer, config, tasks, resume)
         backend = open_backend(config.sandbox, folder.path)
         stack.push_async_callback(backend.close)
+        await check_verdict_paths(tasks.by_id().values(), backend)
         cell = await stack.enter_async_context(open_cell(config, folder))
         conductor = RunConductor(_parts(config, folder, tasks, writer, backend, cell, metrics, clock))
         if resume:
-            await conductor.recover()
+            await conductor.recover(lambda batch: is_checkpoint_due(batch, config.schedule, config.warmup))
         else:
             await cell.trainer.restore()
         scheduler = RoundScheduler(
@@ -165,7 +174,7 @@ def _parts(
 ) -> Parts:
     store = open_store(folder.store_url(config))
     sampling = make_sampling(config, cell.engine)
-    harness = BashHarness(config.harness)
+    harness = open_harness(config.harness)
     runner = EpisodeRunner(
         tasks=tasks.by_id(),
         backend=backend,
@@ -173,6 +182,7 @@ def _parts(
         sampling=sampling,
         journal=LedgerJournal(writer),
         ttl_s=config.sandbox.ttl_s,
+        grader=open_grader(config.grading),
     )
     traces = OracleTraces(
         tasks.train, renderer=sampling.renderer, harness=harness, backend=backend, store=store, config=config

@@ -15,6 +15,7 @@ from everlong.cli.ineffective import refuse_ineffective
 from everlong.contracts.config import Config
 from everlong.contracts.records import SamplingParams
 from everlong.engines.config import EmbeddedConfig, EngineConfig, VllmConfig
+from everlong.environments.grading.config import GradingConfig
 from everlong.environments.sandboxes.config import SandboxConfig
 from everlong.environments.tasks.config import TasksConfig
 from everlong.models.config import ModelConfig, ScriptedModel, ToyModel
@@ -77,13 +78,15 @@ class RunConfig(Config):
     numerics: Literal["fast", "aligned"] = "fast"
     """aligned: engine and trainer agree to the bit and runs repeat bit for bit; refused where the machine cannot."""
     worker: Literal["process", "inline"] = "process"
-    """Where engine and trainer live: in a process of their own, or in the control process (needs torch there)."""
+    """Where engine and trainer live: in a process of their own, or in the control process (needs torch there, and with
+    aligned numerics on an Intel CPU that nothing loaded torch before)."""
     threads: int | None = Field(None, ge=1)
     """Compute threads of the worker; None takes what the machine has."""
     model: ModelConfig = ToyModel()
     tasks: TasksConfig = TasksConfig()
     sandbox: SandboxConfig = SandboxConfig()
     harness: HarnessConfig = HarnessConfig()
+    grading: GradingConfig = GradingConfig()
     engine: EngineConfig = EmbeddedConfig()
     sampling: SamplingConfig = SamplingConfig()
     warmup: WarmupConfig = WarmupConfig()

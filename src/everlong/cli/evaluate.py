@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,12 @@ from everlong.cli.compose import make_sampling, open_cell
 from everlong.cli.config import RunConfig
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.records import Episode, EpisodeOrder, Purpose
+from everlong.environments.grading.grader import open_grader
+from everlong.environments.grading.verifier import check_verdict_paths
 from everlong.environments.sandboxes.opening import open_backend
+from everlong.environments.sandboxes.registry import scratch_folder
 from everlong.environments.tasks.sources import TaskSet, read_tasks
-from everlong.rollouts.harnesses.bash import BashHarness
+from everlong.rollouts.harnesses.opening import open_harness
 from everlong.rollouts.runner import EpisodeRunner
 
 console = Console(highlight=False)
@@ -69,20 +71,22 @@ async def evaluate(
 ) -> EvalResult:
     """Raises NotFound where the run has not published that version, or none at all."""
     wanted = newest_version(config, folder) if version is None else version
-    with tempfile.TemporaryDirectory(prefix="everlong-eval-") as scratch:
-        backend = open_backend(config.sandbox, Path(scratch))
-        aside, settings = beside_run(config, folder, Path(scratch))
+    with scratch_folder("eval") as scratch:
+        backend = open_backend(config.sandbox, scratch)
+        aside, settings = beside_run(config, folder, scratch)
         async with open_cell(settings, aside) as cell:
             status = await cell.engine.update(wanted)
             runner = EpisodeRunner(
                 tasks=tasks.by_id(),
                 backend=backend,
-                harness=BashHarness(config.harness),
+                harness=open_harness(config.harness),
                 sampling=make_sampling(config, cell.engine),
                 journal=NoAccount(),
                 ttl_s=config.sandbox.ttl_s,
+                grader=open_grader(config.grading),
             )
             try:
+                await check_verdict_paths(tasks, backend)
                 episodes = await _run_all(runner, tasks, attempts, config.schedule.max_running, status.policy_version)
             finally:
                 await backend.close()

@@ -1,14 +1,22 @@
-"""Settings that do nothing beside others: they are refused, so that nobody compares two runs that are the same."""
+"""Settings that do nothing beside others: they are refused, so that nobody compares two runs that are the same.
+
+Only what an option on the command line switched off is taken back instead: a file stays as it is, and the run's resolved
+file holds the defaults of what had no effect.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterator, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from everlong.contracts.config import Config
 
 if TYPE_CHECKING:
     from everlong.cli.config import RunConfig
+
+C = TypeVar("C", bound=Config)
 
 UNUSED_BY_SCRIPTED = (
     "numerics",
@@ -26,28 +34,77 @@ UNUSED_BY_SCRIPTED = (
 """By the scripted model: it has no network, no cache and no gradient."""
 
 
+_options: ContextVar[Set[str]] = ContextVar("options", default=frozenset())
+
+
+class Ineffective(NamedTuple):
+    """A setting, or a group of them, that another one switches off."""
+
+    path: str
+    switch: str
+    why: str
+
+
+@contextmanager
+def options_given(options: Set[str]) -> Generator[None]:
+    """While it lasts, configs are validated as if these settings (dotted, or a whole group) came from a command line."""
+    token = _options.set(options)
+    try:
+        yield
+    finally:
+        _options.reset(token)
+
+
 def refuse_ineffective(config: RunConfig) -> None:
     """Raises ValueError that names every setting which differs from its default and which nothing would read."""
-    found = [f"{path} has no effect {why}" for path, why in _rules(config) if _is_set(config, path)]
+    found = [f"{rule.path} has no effect {rule.why}" for rule in _found(config) if not _taken_back(rule)]
     if found:
         raise ValueError("; ".join(found))
 
 
-def _rules(config: RunConfig) -> Iterator[tuple[str, str]]:
+def take_back_ineffective(config: RunConfig) -> RunConfig:
+    """The config with the default of every setting that has no effect."""
+    for rule in _found(config):
+        config = _with_default(config, rule.path)
+    return config
+
+
+def _found(config: RunConfig) -> Iterator[Ineffective]:
+    return (rule for rule in _rules(config) if _is_set(config, rule.path))
+
+
+def _taken_back(rule: Ineffective) -> bool:
+    """Whether an option switched it off that some file, or the quickstart, had set."""
+    return _is_option(rule.switch) and not _is_option(rule.path)
+
+
+def _is_option(path: str) -> bool:
+    """Whether the setting, the group that holds it, or a part of it stands on the command line."""
+    return any(f"{path}.".startswith(f"{given}.") or given.startswith(f"{path}.") for given in _options.get())
+
+
+def _rules(config: RunConfig) -> Iterator[Ineffective]:
     if config.model.type == "scripted":
         known = {f"engine.{name}" for name in type(config.engine).model_fields}
         for path in UNUSED_BY_SCRIPTED:
             if path.startswith("engine.") and path not in known:
                 continue
-            yield path, "with model.type=scripted: leave it out, or set model.type to toy"
+            yield Ineffective(path, "model.type", "with model.type=scripted: leave it out, or set model.type to toy")
+    if config.sandbox.type == "scripted":
+        for path in ("sandbox.isolation", "sandbox.root"):
+            yield Ineffective(
+                path, "sandbox.type", "with sandbox.type=scripted: leave it out, or set sandbox.type to local"
+            )
     if not config.tasks.eval:
         for path in ("schedule.eval_every", "schedule.eval_attempts"):
-            yield path, "without held-out tasks: leave it out, or name some in tasks.eval"
+            yield Ineffective(path, "tasks.eval", "without held-out tasks: leave it out, or name some in tasks.eval")
     if config.schedule.batch_deadline_s is None:
-        yield "schedule.on_deadline", "with schedule.batch_deadline_s=None: leave it out, or set a deadline"
+        why = "with schedule.batch_deadline_s=None: leave it out, or set a deadline"
+        yield Ineffective("schedule.on_deadline", "schedule.batch_deadline_s", why)
     if not config.warmup.num_batches:
-        for path in ("warmup.traces_per_batch", "optimizer.supervised_learning_rate"):
-            yield path, "with warmup.num_batches=0: leave it out, or set warmup.num_batches"
+        for path in ("warmup.traces_per_batch", "warmup.num_tasks", "optimizer.supervised_learning_rate"):
+            why = "with warmup.num_batches=0: leave it out, or set warmup.num_batches"
+            yield Ineffective(path, "warmup.num_batches", why)
 
 
 def _is_set(config: RunConfig, path: str) -> bool:
@@ -58,3 +115,9 @@ def _is_set(config: RunConfig, path: str) -> bool:
     for group in groups:
         holder = getattr(holder, group)
     return getattr(holder, name) != type(holder).model_fields[name].default
+
+
+def _with_default(config: C, path: str) -> C:
+    name, _, rest = path.partition(".")
+    value = _with_default(getattr(config, name), rest) if rest else type(config).model_fields[name].default
+    return config.model_copy(update={name: value})

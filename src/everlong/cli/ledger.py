@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from everlong.ledger import check_ledger
+from everlong.ledger import Decile, check_ledger
+
+
+def _losses(deciles: Sequence[Decile]) -> Table:
+    table = Table("episodes of", "ended", "lost", title="lost by length", title_justify="left")
+    for decile in deciles:
+        table.add_row(decile.name, str(decile.episodes), f"{decile.lost} ({decile.loss_rate:.0%})")
+    return table
 
 
 def check_command(run: Path) -> None:
@@ -20,6 +28,8 @@ def check_command(run: Path) -> None:
         for name, count in rows.items():
             table.add_row(name, str(count))
         console.print(table)
+    if report.deciles:
+        console.print(_losses(report.deciles))
     for problem in report.problems:
         console.print(f"[red]problem:[/red] {problem}")
     verdict = "balances" if report.ok else "does not balance"

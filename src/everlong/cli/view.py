@@ -15,6 +15,7 @@ from everlong.contracts.records import Episode, Turn
 from everlong.ledger import EpisodeStore, EpisodeView, read_lifecycle
 from everlong.rollouts.renderers.tokenizers import Tokenizer
 from everlong.storage import open_store
+from everlong.trajectories.tree import EpisodeTree
 
 console = Console(highlight=False)
 MAX_ROWS = 200
@@ -52,19 +53,21 @@ def _listing(views: list[EpisodeView]) -> Table:
 def episode_tree(episode: Episode, view: EpisodeView, tokenizer: Tokenizer) -> Tree:
     reward = "no verdict" if episode.reward is None else f"reward {episode.reward:g}"
     root = Tree(Text(f"{episode.id}  {episode.order.task}  {episode.reason}, {reward}; {view.state}: {view.reason}"))
-    nodes = {-1: root}
+    nodes, turns = {-1: root}, EpisodeTree(episode.turns)
     for turn in episode.turns:
-        nodes[turn.index] = nodes[turn.parent].add(_turn_text(turn, tokenizer))
+        nodes[turn.index] = nodes[turn.parent].add(_turn_text(turn, turns.departure(turn), tokenizer))
     return root
 
 
-def _turn_text(turn: Turn, tokenizer: Tokenizer) -> Text:
+def _turn_text(turn: Turn, departure: int | None, tokenizer: Tokenizer) -> Text:
     sampled = turn.sampled
     mean = float(sampled.logprobs.mean()) if len(sampled) else 0.0
     versions = sorted({int(version) for version in sampled.versions})
     text = Text()
     text.append(f"turn {turn.index}: {len(turn.context)} new prompt tokens, {len(sampled)} sampled, ", style="dim")
     text.append(f"{turn.finish_reason}, mean logprob {mean:.3f}, version {versions}\n", style="dim")
+    if departure is not None:
+        text.append(f"leaves what turn {turn.continues} saw and said at token {departure}\n", style="yellow")
     text.append(tokenizer.decode(turn.context.ids.tolist()).strip() + "\n", style="cyan")
     text.append(tokenizer.decode(sampled.ids.tolist()), style="bold")
     return text

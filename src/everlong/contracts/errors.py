@@ -59,6 +59,8 @@ class Reason(StrEnum):
 
     DONE = "done"
     """The agent said it was finished."""
+    TRUNCATED = "truncated"
+    """The agent's final answer was cut at the limit of a turn."""
     TURN_LIMIT = "turn_limit"
     STALLED = "stalled"
     """Several turns in a row held neither a tool call nor an answer."""
@@ -82,4 +84,13 @@ class Reason(StrEnum):
         return self in _TRUSTWORTHY
 
 
-_TRUSTWORTHY = frozenset({Reason.DONE, Reason.TURN_LIMIT, Reason.STALLED, Reason.CONTEXT_FULL, Reason.AGENT_TIMEOUT})
+_TRUSTWORTHY = frozenset(
+    {
+        Reason.DONE,
+        Reason.TRUNCATED,
+        Reason.TURN_LIMIT,
+        Reason.STALLED,
+        Reason.CONTEXT_FULL,
+        Reason.AGENT_TIMEOUT,
+    }
+)

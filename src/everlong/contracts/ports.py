@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -133,6 +134,8 @@ class Capabilities(Record, frozen=True, kw_only=True):
     network_off: bool
     memory_limit: bool
     process_limit: bool
+    real_paths: bool = True
+    """Whether commands see the sandbox's folders at their paths; else its root is in `EVERLONG_ROOT`."""
     reason: str = ""
     """Why less than everything is to be had."""
 
@@ -163,6 +166,12 @@ class Sandbox(Protocol):
 
 
 class SandboxBackend(Protocol):
+    @property
+    def scratch(self) -> Path | None:
+        """Where files are put together for a sandbox; what a killed process leaves there goes with its sandboxes. None is the
+        system's temporary folder."""
+        ...
+
     async def probe(self) -> Capabilities: ...
 
     async def create(self, spec: SandboxSpec) -> Sandbox:

@@ -133,6 +133,8 @@ class GenerateReply(Record, frozen=True, kw_only=True, eq=False):
     """The stop id or string that ended the turn."""
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values were found in the prefix cache."""
+    num_reported: int | None = None
+    """Tokens that the engine says it sampled, counted apart from the ids; None where it does not say."""
 
 
 class EngineStatus(Record, frozen=True, kw_only=True):
@@ -163,6 +165,10 @@ class Turn(Record, frozen=True, kw_only=True, eq=False):
     role: str = "main"
     continues: int = -1
     """Across a compaction or a fork on mismatch: the turn whose work this one goes on with; -1 for none."""
+
+
+MAX_REWARD = 2.0**125
+"""Of a verdict, either sign: the difference of two such rewards, doubled (credit's largest factor), is a finite float32."""
 
 
 class Verdict(Record, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from hashlib import blake2b
 
+import msgspec
 import numpy as np
 
 from everlong.contracts.errors import EngineError
@@ -33,6 +34,8 @@ class Fault(StrEnum):
     """Do not answer before `resume`, an abort or the close."""
     LIE = "lie"
     """Answer with one logprob too few, which no honest record can hold."""
+    LOSE = "lose"
+    """Answer without the last token, which the reported count still counts."""
 
 
 class ScriptedEngine:
@@ -89,7 +92,12 @@ class ScriptedEngine:
             self._running.remove((request.request_id, aborted))
         reply = self._abandon(request) if aborted.is_set() else self._answer(request, limit)
         self._num_replies += 1
-        return _falsify(reply) if fault is Fault.LIE else reply
+        match fault:
+            case Fault.LIE:
+                return _falsify(reply)
+            case Fault.LOSE:
+                return msgspec.structs.replace(reply, columns=reply.columns.slice(0, len(reply.columns) - 1))
+        return reply
 
     async def abort(self, request_ids: tuple[str, ...]) -> None:
         for request_id, aborted in self._running:
@@ -152,6 +160,7 @@ class ScriptedEngine:
             finish_reason=reason,
             stop_match=stop_match,
             num_cached_tokens=cached,
+            num_reported=len(ids),
         )
 
     def _cut(self, request: GenerateRequest, limit: int) -> tuple[list[int], FinishReason, int | str | None]:

@@ -10,6 +10,7 @@ from everlong.ledger.episodes import EpisodeStore, StoredEpisode
 from everlong.ledger.facts import (
     BatchClosed,
     BatchTrained,
+    CallUncounted,
     EngineUpdated,
     EpisodeEnded,
     EpisodeFinished,
@@ -37,6 +38,7 @@ __all__ = [
     "BatchClosed",
     "BatchTrained",
     "BatchView",
+    "CallUncounted",
     "Decile",
     "EngineUpdated",
     "Entry",

@@ -9,10 +9,18 @@ import apsw
 
 from everlong.contracts.errors import LedgerError
 from everlong.contracts.records import Record
-from everlong.ledger.facts import EpisodeEnded, EpisodeStarted, Fact, RunFinished, TokensDiscarded, TurnSampled
+from everlong.ledger.facts import (
+    CallUncounted,
+    EpisodeEnded,
+    EpisodeStarted,
+    Fact,
+    RunFinished,
+    TokensDiscarded,
+    TurnSampled,
+)
 from everlong.ledger.ledger import LEDGER_FILE, read_entries
-from everlong.ledger.lifecycle import Lifecycle
-from everlong.ledger.views import Balance
+from everlong.ledger.lifecycle import Lifecycle, replay
+from everlong.ledger.views import Balance, Decile
 
 MAX_PROBLEMS = 20
 """A broken ledger breaks every later fact; the first few say where."""
@@ -24,6 +32,8 @@ class LedgerReport(Record, frozen=True, kw_only=True):
     problems: tuple[str, ...]
     """Each with the number of the fact it was found at, at most 20."""
     balance: Balance
+    deciles: tuple[Decile, ...] = ()
+    """Losses by length, from the shortest tenth of the ended episodes to the longest."""
 
 
 def check_ledger(path: str | Path) -> LedgerReport:
@@ -39,10 +49,7 @@ def read_lifecycle(path: str | Path) -> Lifecycle:
     """What the facts on disk amount to, also while a run writes. Raises LedgerError for a ledger that is not whole."""
     connection = _open(Path(path))
     try:
-        lifecycle = Lifecycle()
-        for entry in read_entries(connection, 0):
-            lifecycle.apply(entry.fact)
-        return lifecycle
+        return replay(entry.fact for entry in read_entries(connection, 0))
     finally:
         connection.close()
 
@@ -77,7 +84,13 @@ def _check(connection: apsw.Connection) -> LedgerReport:
         problems.append(f"after fact {len(facts)}: {error}")
     balance = lifecycle.balance()
     problems += _add_up(facts, balance)
-    return LedgerReport(ok=not problems, num_facts=len(facts), problems=tuple(problems[:MAX_PROBLEMS]), balance=balance)
+    return LedgerReport(
+        ok=not problems,
+        num_facts=len(facts),
+        problems=tuple(problems[:MAX_PROBLEMS]),
+        balance=balance,
+        deciles=tuple(lifecycle.loss_by_length_decile()),
+    )
 
 
 def _apply(lifecycle: Lifecycle, seq: int, fact: Fact) -> list[str]:
@@ -101,6 +114,9 @@ def _add_up(facts: list[Fact], balance: Balance) -> list[str]:
         problems.append(f"{len(started)} episodes started and {still_open} are open, the balance says {balance}")
     if (balance.tokens_sampled, balance.tokens_trained) != (sampled, trained):
         problems.append(f"{sampled} tokens were sampled and {trained} trained, the balance says {balance}")
+    uncounted = sum(isinstance(fact, CallUncounted) for fact in facts)
+    if balance.calls_uncounted != uncounted:
+        problems.append(f"{uncounted} calls were not counted, the balance says {balance}")
     if not balance.holds:
         problems.append(f"the balance does not add up: {balance}")
     if facts and isinstance(facts[-1], RunFinished) and still_open:

@@ -82,6 +82,15 @@ class TokensDiscarded(_Fact, frozen=True, kw_only=True):
     reason: str
 
 
+class CallUncounted(_Fact, frozen=True, kw_only=True):
+    """A model call ended without saying what it had sampled: some number of tokens up to the limit is in no account."""
+
+    episode: str
+    incarnation: int
+    max_tokens: int
+    reason: str
+
+
 class EpisodeInterrupted(_Fact, frozen=True, kw_only=True):
     """This incarnation is lost: what its turns sampled ends as discarded, reason "interrupted"."""
 
@@ -100,6 +109,8 @@ class EpisodeFinished(_Fact, frozen=True, kw_only=True):
     num_sampled: int
     payload_key: str
     payload_hash: str
+    flags: tuple[str, ...] = ()
+    """Signs of cheating or tampering that grading saw, by name."""
 
 
 class BatchClosed(_Fact, frozen=True, kw_only=True):
@@ -155,6 +166,7 @@ Fact = (
     | EpisodeStarted
     | TurnSampled
     | TokensDiscarded
+    | CallUncounted
     | EpisodeInterrupted
     | EpisodeFinished
     | BatchClosed

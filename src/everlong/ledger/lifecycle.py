@@ -18,6 +18,7 @@ from everlong.contracts.records import Purpose, Record
 from everlong.ledger.facts import (
     BatchClosed,
     BatchTrained,
+    CallUncounted,
     EngineUpdated,
     EpisodeEnded,
     EpisodeFinished,
@@ -58,6 +59,10 @@ class EpisodeView(Record, frozen=True, kw_only=True):
     """Sampled by this incarnation and discarded before its end, by reason."""
     lost_tokens: dict[str, int] = {}
     """Of earlier incarnations, by reason; all discarded."""
+    uncounted_calls: int = 0
+    """Model calls, of all incarnations, of which nobody knows how many tokens they sampled."""
+    flags: tuple[str, ...] = ()
+    """Signs of cheating or tampering."""
     finish_reason: Reason | None = None
     """None until it finished."""
     reward: float | None = None
@@ -304,6 +309,13 @@ class Lifecycle:
         self._set_episode(view, stray_tokens=_add(view.stray_tokens, {fact.reason: fact.num_tokens}))
 
     @_apply.register
+    def _(self, fact: CallUncounted) -> None:
+        view = self._running(fact)
+        _require(fact.max_tokens > 0, f"{fact.episode}: a call that may sample nothing has nothing to count in {fact}")
+        _require(bool(fact.reason), f"{fact.episode} has an uncounted call without a reason")
+        self._set_episode(view, uncounted_calls=view.uncounted_calls + 1)
+
+    @_apply.register
     def _(self, fact: EpisodeInterrupted) -> None:
         view = self._running(fact)
         lost = _add(_add(view.lost_tokens, view.stray_tokens), {INTERRUPTED: view.turn_tokens})
@@ -327,6 +339,7 @@ class Lifecycle:
             state=EpisodeState.FINISHED,
             finish_reason=fact.reason,
             reward=fact.reward,
+            flags=fact.flags,
             payload_key=fact.payload_key,
             payload_hash=fact.payload_hash,
         )
@@ -445,7 +458,9 @@ class Lifecycle:
         _require(not view.state.terminal, f"{episode} {event} after its end as {view.state} ({view.reason})")
         return view
 
-    def _running(self, fact: TurnSampled | TokensDiscarded | EpisodeInterrupted | EpisodeFinished) -> EpisodeView:
+    def _running(
+        self, fact: TurnSampled | TokensDiscarded | CallUncounted | EpisodeInterrupted | EpisodeFinished
+    ) -> EpisodeView:
         view = self._open(fact.episode, f"got a {_name(fact)}")
         _require(view.state is EpisodeState.RUNNING, f"{fact.episode} got a {_name(fact)} while it is {view.state}")
         _require(
@@ -463,6 +478,7 @@ class Lifecycle:
 
 
 def replay(facts: Iterable[Fact]) -> Lifecycle:
+    """What the facts amount to. Raises LedgerError at the first that contradicts the ones before it."""
     lifecycle = Lifecycle()
     for fact in facts:
         lifecycle.apply(fact)

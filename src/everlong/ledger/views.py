@@ -35,6 +35,10 @@ class Balance(Record, frozen=True, kw_only=True):
     """By reason."""
     tokens_open: int
     """Sampled by incarnations whose episode has not ended."""
+    calls_uncounted: int = 0
+    """Model calls of which nobody knows how many tokens they sampled: these stand in none of the counts above."""
+    flags: dict[str, int] = {}
+    """Episodes with a sign of cheating or tampering, by its name."""
 
     @property
     def holds(self) -> bool:
@@ -46,7 +50,7 @@ class Balance(Record, frozen=True, kw_only=True):
         """The same for people: title, then row, then count."""
         ended = {f"{state}: {why}": n for state, reasons in self.ended.items() for why, n in reasons.items()}
         discarded = {f"discarded: {why}": n for why, n in self.tokens_discarded.items()}
-        return {
+        tables = {
             "episodes": {"offered": self.offered, **ended, **{f"open: {state}": n for state, n in self.open.items()}},
             "tokens": {
                 "sampled": self.tokens_sampled,
@@ -55,6 +59,9 @@ class Balance(Record, frozen=True, kw_only=True):
                 "open": self.tokens_open,
             },
         }
+        if self.calls_uncounted:
+            tables["tokens"]["not counted: model calls"] = self.calls_uncounted
+        return {**tables, "flags": self.flags} if self.flags else tables
 
 
 class Decile(Record, frozen=True, kw_only=True):
@@ -70,15 +77,22 @@ class Decile(Record, frozen=True, kw_only=True):
     def loss_rate(self) -> float:
         return self.lost / self.episodes
 
+    @property
+    def name(self) -> str:
+        """Example: "190 to 200 tokens"."""
+        return f"{self.min_tokens:,} to {self.max_tokens:,} tokens"
+
 
 def balance_of(episodes: Iterable[EpisodeView]) -> Balance:
     ended: dict[str, Counter[str]] = {}
-    open_, discarded = Counter[str](), Counter[str]()
-    offered = sampled = trained = tokens_open = 0
+    open_, discarded, flags = Counter[str](), Counter[str](), Counter[str]()
+    offered = sampled = trained = tokens_open = uncounted = 0
     for view in episodes:
         offered += 1
         sampled += view.num_sampled + sum(view.lost_tokens.values())
         discarded.update(view.lost_tokens)
+        flags.update(set(view.flags))
+        uncounted += view.uncounted_calls
         if view.state.terminal:
             ended.setdefault(view.state.value, Counter())[view.reason] += 1
             trained += view.trained
@@ -95,6 +109,8 @@ def balance_of(episodes: Iterable[EpisodeView]) -> Balance:
         tokens_trained=trained,
         tokens_discarded={why: n for why, n in sorted(discarded.items()) if n},
         tokens_open=tokens_open,
+        calls_uncounted=uncounted,
+        flags=dict(sorted(flags.items())),
     )
 
 

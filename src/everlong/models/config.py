@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from everlong.contracts.config import Config
+from everlong.contracts.import_path import ImportPath
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -60,4 +61,16 @@ class HubModel(Config):
     """Of the weights that are published and that engines load; masters are float32 always."""
 
 
-ModelConfig = Annotated[ToyModel | ScriptedModel | Smollm2Model | FolderModel | HubModel, Field(discriminator="type")]
+class OwnModel(Config):
+    """A network of your own: a function without arguments that gives a `ModelSource`. It is called in both processes."""
+
+    type: Literal["own"] = "own"
+    source: ImportPath
+    """The function, as package.module:name."""
+    dtype: Dtype = "float32"
+    """Of the weights that are published and that engines load; masters are float32 always."""
+
+
+ModelConfig = Annotated[
+    ToyModel | ScriptedModel | Smollm2Model | FolderModel | HubModel | OwnModel, Field(discriminator="type")
+]

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from everlong.models.config import FolderModel, HubModel, ModelConfig, Smollm2Model
+from everlong.contracts.import_path import load_named
+from everlong.models.config import FolderModel, HubModel, ModelConfig, OwnModel, Smollm2Model
 from everlong.models.llama.config import LlamaConfig
 from everlong.models.smollm2 import smollm2_folder
+
+if TYPE_CHECKING:
+    import torch
+
+    from everlong.models.llama.model import Llama
+    from everlong.models.numerics import Numerics
 
 CHECKPOINT_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -21,6 +30,9 @@ class ModelSource:
     """Of a checkpoint as its config.json says it: rows that pad the vocabulary count as tokens here."""
     folder: Path | None
     """Where the files are; None where the model is built by code."""
+    build: Callable[[LlamaConfig, torch.dtype, Numerics], Llama] | None = None
+    """Makes the network of this shape, with its weights; only the worker calls it, so torch is imported inside. None where
+    the weights are those of the folder, or everlong's own."""
 
     def companions(self) -> dict[str, bytes]:
         """The files beside the weights, by name."""
@@ -33,8 +45,11 @@ class ModelSource:
 def find_model(config: ModelConfig) -> ModelSource:
     """Converts or downloads what is not here yet.
 
-    Raises FileNotFoundError naming what is missing; ValueError where the checkpoint's family is not supported.
+    Raises FileNotFoundError naming what is missing; ValueError where the checkpoint's family is not supported, or where a
+    name of code leads to no source.
     """
+    if isinstance(config, OwnModel):
+        return _own_source(config.source)
     folder = _folder_of(config)
     if folder is None:
         return ModelSource(toy_config(), None)
@@ -44,6 +59,16 @@ def find_model(config: ModelConfig) -> ModelSource:
                 f"expected a checkpoint folder with {', '.join(CHECKPOINT_FILES)}, found no {name} in {folder}"
             )
     return ModelSource(LlamaConfig.from_hf(json.loads((folder / "config.json").read_text())), folder)
+
+
+def _own_source(path: str) -> ModelSource:
+    function = load_named(path)
+    source = function() if callable(function) else function
+    if not isinstance(source, ModelSource) or (source.build is None and source.folder is None):
+        raise ValueError(
+            f"model.source={path} must name a function that returns a ModelSource with a folder or with build, got {source!r}"
+        )
+    return source
 
 
 def toy_config() -> LlamaConfig:

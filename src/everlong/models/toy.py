@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from everlong.models.llama.config import LlamaConfig
 from everlong.models.llama.model import Llama
 from everlong.models.numerics import Numerics
 from everlong.models.source import toy_config
 
 
-@torch.no_grad()
 def build_toy(seed: int, dtype: torch.dtype = torch.float32, numerics: Numerics = Numerics.FAST) -> Llama:
+    return random_llama(toy_config(), seed, dtype, numerics)
+
+
+@torch.no_grad()
+def random_llama(
+    config: LlamaConfig, seed: int, dtype: torch.dtype = torch.float32, numerics: Numerics = Numerics.FAST
+) -> Llama:
     """The same seed gives the same bits. Projections into the residual stream start smaller, by the depth (GPT-2)."""
-    config = toy_config()
     model = Llama(config, dtype=dtype, numerics=numerics)
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_weights().items():

@@ -1,10 +1,17 @@
-"""What is measured and where it goes: metrics that know how to reduce, sinks, curves, and the report of a run."""
+"""What is measured and where it goes: sinks, curves, and the report of a run."""
 
 from everlong.observe.console import ConsoleSink
-from everlong.observe.intervals import success_text, wilson_interval
-from everlong.observe.metrics import Measure, Metrics, Reduce
+from everlong.observe.intervals import Gain, paired_gain, success_text, wilson_interval
 from everlong.observe.plots import Panel, Series, draw_panels, plot_panels, read_panels
-from everlong.observe.report import EpisodeText, Evaluation, TurnText, read_evaluations, read_timings, write_report
+from everlong.observe.report import (
+    EpisodeText,
+    Evaluation,
+    LossRow,
+    TurnText,
+    read_evaluations,
+    read_timings,
+    write_report,
+)
 from everlong.observe.sinks import FanOut, JsonlSink, MemorySink, Point, read_points
 
 __all__ = [
@@ -12,16 +19,16 @@ __all__ = [
     "EpisodeText",
     "Evaluation",
     "FanOut",
+    "Gain",
     "JsonlSink",
-    "Measure",
+    "LossRow",
     "MemorySink",
-    "Metrics",
     "Panel",
     "Point",
-    "Reduce",
     "Series",
     "TurnText",
     "draw_panels",
+    "paired_gain",
     "plot_panels",
     "read_evaluations",
     "read_panels",

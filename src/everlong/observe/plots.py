@@ -43,10 +43,13 @@ class Panel:
 def read_panels(points: Sequence[Point]) -> list[Panel]:
     """Reward and held-out success; warm-up loss; entropy; tokens per second: those that were measured.
 
-    Of a step that was written twice, the later counts. RL batches count from 1, an evaluation stands at the number of
+    Of a value that was written twice for a step, the later counts: a batch that a crash made train again was sampled once. RL batches count from 1, an evaluation stands at the number of
     RL batches before it.
     """
-    batches = {point.step: point.values for point in points if point.axis == BATCH}
+    batches: dict[int, dict[str, float | None]] = {}
+    for point in points:
+        if point.axis == BATCH:
+            batches.setdefault(point.step, {}).update(point.values)
     evals = {point.step: point.values for point in points if point.axis == EVAL}
     warm = {step + 1: values for step, values in batches.items() if values.get(WARMUP)}
     trained = {step + 1 - len(warm): values for step, values in batches.items() if step + 1 not in warm}

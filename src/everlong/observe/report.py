@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import jinja2
 
 from everlong.contracts.records import Record
 from everlong.observe.console import BATCH, EVAL, WARMUP, format_duration
-from everlong.observe.intervals import success_text, wilson_interval
+from everlong.observe.intervals import Gain, success_text, wilson_interval
 from everlong.observe.plots import Panel, draw_panels, read_panels
 from everlong.observe.sinks import Point, read_points
 
@@ -33,6 +34,8 @@ class TurnText(Record, frozen=True, kw_only=True):
 
     role: str
     text: str
+    fork: str = ""
+    """Where the conversation goes on from, where that is not what stands above. Example: "goes on from turn 2"."""
 
 
 class EpisodeText(Record, frozen=True, kw_only=True):
@@ -43,6 +46,17 @@ class EpisodeText(Record, frozen=True, kw_only=True):
     turns: tuple[TurnText, ...]
     succeeded: bool | None = None
     """None where nobody judged."""
+
+
+class LossRow(Record, frozen=True, kw_only=True):
+    """What became of the episodes of about one length.
+
+    Example: LossRow(length="190 to 200 tokens", episodes=20, lost=3)
+    """
+
+    length: str
+    episodes: int
+    lost: int
 
 
 class Evaluation(Record, frozen=True, kw_only=True):
@@ -77,12 +91,15 @@ def write_report(
     *,
     summary: Mapping[str, str],
     balance: Mapping[str, Mapping[str, int]],
+    losses: Sequence[LossRow] = (),
     episodes: Sequence[EpisodeText] = (),
+    gain: Gain | None = None,
 ) -> Path:
     """Write `report.html` into the run's folder, from its `metrics.jsonl` and `config.toml`; the path of the report.
 
-    `summary`: what was trained and how, a sentence per part. `balance`: the ledger's counts, by table and row. Parts
-    that the run does not have yet are left out and said to be.
+    `summary`: what was trained and how, a sentence per part. `balance`: the ledger's counts, by table and row.
+    `losses`: from the shortest episodes to the longest. `gain`: from the first evaluation to the last, on the same tasks.
+    Parts that the run does not have yet are left out and said to be.
     """
     folder = Path(run_folder)
     points = read_points(folder / METRICS_FILE)
@@ -92,12 +109,16 @@ def write_report(
         panels=[(panel.title, _picture(panel)) for panel in read_panels(points)],
         evaluations=read_evaluations(points),
         balance=balance,
+        losses=losses,
+        gain=gain,
         timings=read_timings(points),
         episodes=episodes,
         config=(folder / CONFIG_FILE).read_text() if (folder / CONFIG_FILE).exists() else "",
     )
     report = folder / REPORT_FILE
-    report.write_text(html)
+    partial = folder / f"{REPORT_FILE}.partial"
+    partial.write_text(html)
+    os.replace(partial, report)
     return report
 
 

@@ -1,7 +1,7 @@
 """Carries out what the scheduler decided and writes down what came of it, in that order of trust: content, then fact.
 
-An episode's content is stored before the ledger says that it ended; a batch's checkpoint is durable before the ledger
-says that it is trained. So whatever the ledger says after a crash is true, and what it does not say is done again.
+An episode's content is stored before the ledger says that it ended; a batch's checkpoint is durable, and its metrics
+are written, before the ledger says that it is trained. So whatever the ledger says after a crash is true, and what it does not say is done again.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from everlong.ledger.facts import (
 )
 from everlong.ledger.lifecycle import EpisodeView
 from everlong.ledger.writer import LedgerWriter
+from everlong.observe.console import WARMUP
 from everlong.orchestrator import events
 from everlong.orchestrator.batches import BatchMaker
+from everlong.orchestrator.measuring import batch_metrics, engine_metrics, loss_metrics
 from everlong.orchestrator.outcomes import eval_outcome, replaced_outcome, train_outcomes
 from everlong.trajectories.packing import PackedBatch
 
@@ -61,6 +63,17 @@ class Parts:
     clock: Callable[[], float]
     worker_lost: Callable[[], bool] = field(default=lambda: False)
     """True once the worker process is gone: then no episode's failure is its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A batch, made of the episodes of its groups."""
+
+    groups: Mapping[int, Sequence[Episode]]
+    packed: PackedBatch | None
+    """None of a supervised batch."""
+    metrics: dict[str, float]
+    """What the episodes and the packing say, the same whenever it is made again."""
 
 
 class Stopwatch:
@@ -190,13 +203,14 @@ class RunConductor:
             reason = self._cancelled.get(order.episode)
             if reason is None:
                 raise
-            sampled = self._parts.ledger.lifecycle.episodes[order.episode].num_sampled
+            view = self._parts.ledger.lifecycle.episodes[order.episode]
             return Episode(
                 order=order,
                 reason=reason,
                 verdict=Verdict(reward=None, reason=reason),
-                num_discarded=sampled,
+                num_discarded=view.num_sampled,
                 elapsed_s=self._parts.clock() - started,
+                metrics={"uncounted_calls": float(view.uncounted_calls)},
             )
         finally:
             del self._running[order.episode]
@@ -213,6 +227,7 @@ class RunConductor:
                 num_sampled=episode.num_sampled,
                 payload_key=key,
                 payload_hash=digest,
+                flags=tuple(sorted(set(episode.verdict.flags))),
             )
         ]
         view, dropped = self._parts.ledger.lifecycle.episodes[order.episode], order.group in self._dropped
@@ -251,11 +266,12 @@ class RunConductor:
 
     # Batches ---------------------------------------------------------------------------------------------------------
 
-    async def recover(self) -> None:
+    async def recover(self, checkpoint_due: Callable[[int], bool]) -> None:
         """Bring trainer and ledger to the same batch after a crash. Call once, before the loop.
 
         A checkpoint ahead of the ledger is a batch that was trained but not yet recorded; a checkpoint behind it means
-        that batches since then are trained again from their stored episodes.
+        that batches since then are trained again from their stored episodes. Each is measured again, since the crash
+        may have come before its row, and where a checkpoint is due after a batch it is saved.
         """
         status = await self._parts.trainer.restore()
         lifecycle = self._parts.ledger.lifecycle
@@ -269,19 +285,30 @@ class RunConductor:
         behind = min(status.num_batches, recorded)
         await self._parts.ledger.append(RunResumed(num_batches=behind if behind < lifecycle.num_trained else None))
         for batch in range(behind, recorded):
-            report = await self._parts.trainer.train(await self._packed_again(batch))
-            await self._parts.ledger.append(BatchTrained(batch=batch, policy_version=report.policy_version))
+            await self._train_again(batch, save=checkpoint_due(batch))
         if status.num_batches > recorded:
-            groups = {g: await self._group(Purpose.TRAIN, g) for g in lifecycle.batches[recorded].groups}
-            packed = self._parts.batches.make(recorded, groups)[1] if groups else None
-            await self._record_trained(recorded, groups, packed, status.policy_version)
+            made = await self._made(recorded, lifecycle.batches[recorded].groups)
+            self._parts.metrics.log("batch", recorded, made.metrics)
+            await self._record_trained(recorded, made, status.policy_version)
 
-    async def _packed_again(self, batch: int) -> TrainBatch:
-        groups = self._parts.ledger.lifecycle.batches[batch].groups
+    async def _train_again(self, batch: int, *, save: bool) -> None:
+        """A batch that the ledger knows as trained: its episodes have their ends."""
+        watch = Stopwatch(self._parts.clock)
+        made = await self._made(batch, self._parts.ledger.lifecycle.batches[batch].groups)
+        again = made.packed.train_batch if made.packed else await self._parts.warmup_batch(batch)
+        watch.lap("packing")
+        report = await self._train(again, save, watch)
+        self._parts.metrics.log("batch", batch, {**made.metrics, **report.metrics, **watch.seconds})
+        await self._parts.ledger.append(BatchTrained(batch=batch, policy_version=report.policy_version))
+
+    async def _made(self, batch: int, groups: Sequence[int]) -> _Made:
+        """The batch over these groups, from their episodes; without groups it is a supervised one, not packed here."""
         if not groups:
-            return await self._parts.warmup_batch(batch)
+            return _Made({}, None, {WARMUP: 1.0})
         episodes = {group: await self._group(Purpose.TRAIN, group) for group in groups}
-        return (await asyncio.to_thread(self._parts.batches.make, batch, episodes))[1].train_batch
+        scored, packed = await asyncio.to_thread(self._parts.batches.make, batch, episodes)
+        silent = {"groups_without_signal": float(sum(group.discarded is not None for group in scored))}
+        return _Made(episodes, packed, {**batch_metrics(episodes), **packed.stats, **silent})
 
     async def _warm_up(self, action: events.WarmUp) -> events.Event:
         watch = Stopwatch(self._parts.clock)
@@ -289,24 +316,24 @@ class RunConductor:
         watch.lap("traces")
         await self._close_batch(action.batch, ())
         report = await self._train(batch, action.save, watch)
-        await self._record_trained(action.batch, {}, None, report.policy_version)
-        watch.lap("recording")
-        self._parts.metrics.log("batch", action.batch, {**report.metrics, **watch.seconds, "phase/warmup": 1.0})
+        made = await self._made(action.batch, ())
+        self._parts.metrics.log("batch", action.batch, {**made.metrics, **report.metrics, **watch.seconds})
+        await self._record_trained(action.batch, made, report.policy_version)
         return events.BatchDone(self._parts.clock(), action.batch, report.policy_version)
 
     async def _train_groups(self, action: events.TrainGroups) -> events.Event:
         sampling = self._sampling_metrics(action.groups, Purpose.TRAIN)
         watch = Stopwatch(self._parts.clock)
-        groups = {group: await self._group(Purpose.TRAIN, group) for group in action.groups}
-        scored, packed = await asyncio.to_thread(self._parts.batches.make, action.batch, groups)
+        engine = engine_metrics(await self._parts.engine.status())
+        made = await self._made(action.batch, action.groups)
+        assert made.packed is not None
         watch.lap("packing")
         await self._close_batch(action.batch, action.groups)
-        report = await self._train(packed.train_batch, action.save, watch)
-        await self._record_trained(action.batch, groups, packed, report.policy_version)
-        watch.lap("recording")
-        values = {**_reward_metrics(groups), **packed.stats, **report.metrics, **sampling, **watch.seconds}
-        values["groups_without_signal"] = float(sum(group.discarded is not None for group in scored))
-        self._parts.metrics.log("batch", action.batch, values)
+        report = await self._train(made.packed.train_batch, action.save, watch)
+        values = {**made.metrics, **report.metrics, **engine, **sampling, **watch.seconds}
+        values |= loss_metrics(self._parts.ledger.lifecycle.loss_by_length_decile())
+        self._parts.metrics.log("batch", action.batch, {**values, "deadlines": float(action.deadlines)})
+        await self._record_trained(action.batch, made, report.policy_version)
         return events.BatchDone(self._parts.clock(), action.batch, report.policy_version)
 
     async def _train(self, batch: TrainBatch, save: bool, watch: Stopwatch) -> TrainReport:
@@ -333,15 +360,10 @@ class RunConductor:
         if batch == len(self._parts.ledger.lifecycle.batches):
             await self._parts.ledger.append(BatchClosed(batch=batch, groups=tuple(groups)))
 
-    async def _record_trained(
-        self, batch: int, groups: Mapping[int, Sequence[Episode]], packed: PackedBatch | None, policy_version: int
-    ) -> None:
-        members = [episode for episodes in groups.values() for episode in episodes]
-        ended = (
-            train_outcomes(members, packed.outcomes, self._parts.ledger.lifecycle.episodes)
-            if packed is not None
-            else []
-        )
+    async def _record_trained(self, batch: int, made: _Made, policy_version: int) -> None:
+        members = [episode for episodes in made.groups.values() for episode in episodes]
+        views = self._parts.ledger.lifecycle.episodes
+        ended = train_outcomes(members, made.packed.outcomes, views) if made.packed is not None else []
         await self._parts.ledger.append(BatchTrained(batch=batch, policy_version=policy_version), *ended)
 
     # Weights and evaluation ------------------------------------------------------------------------------------------
@@ -350,6 +372,9 @@ class RunConductor:
         published = await self._parts.trainer.publish()
         known = self._parts.ledger.lifecycle.published_version
         if known is None or published.version > known:
+            density = published.num_changed / max(1, published.num_values)
+            values = {"delta/size_bytes": float(published.size_bytes), "delta/changed": density}
+            self._parts.metrics.log("policy_version", published.version, values)
             await self._parts.ledger.append(
                 VersionPublished(
                     version=published.version,
@@ -357,9 +382,6 @@ class RunConductor:
                     size_bytes=published.size_bytes,
                 )
             )
-            density = published.num_changed / max(1, published.num_values)
-            values = {"delta/size_bytes": float(published.size_bytes), "delta/changed": density}
-            self._parts.metrics.log("policy_version", published.version, values)
         return events.Published(self._parts.clock(), published.version)
 
     async def _update_engine(self, policy_version: int) -> events.Event:
@@ -372,14 +394,6 @@ class RunConductor:
         rewards = [e.reward for group in action.groups for e in await self._group(Purpose.EVAL, group)]
         verdicts = [reward for reward in rewards if reward is not None]
         successes = sum(reward >= 1.0 for reward in verdicts)
-        await self._parts.ledger.append(
-            EvalFinished(
-                index=action.index,
-                policy_version=action.policy_version,
-                successes=successes,
-                episodes=len(verdicts),
-            )
-        )
         values = {
             "success": successes / max(1, len(verdicts)),
             "reward": float(np.mean(verdicts)) if verdicts else float("nan"),
@@ -389,21 +403,12 @@ class RunConductor:
             **sampling,
         }
         self._parts.metrics.log("eval", action.index, values)
+        await self._parts.ledger.append(
+            EvalFinished(
+                index=action.index,
+                policy_version=action.policy_version,
+                successes=successes,
+                episodes=len(verdicts),
+            )
+        )
         return events.EvalRecorded(self._parts.clock(), action.index)
-
-
-def _reward_metrics(groups: Mapping[int, Sequence[Episode]]) -> dict[str, float]:
-    episodes = [episode for members in groups.values() for episode in members]
-    rewards = [episode.reward for episode in episodes if episode.reward is not None]
-    values = {
-        "reward": float(np.mean(rewards)) if rewards else float("nan"),
-        "success": float(np.mean([reward >= 1.0 for reward in rewards])) if rewards else float("nan"),
-        "episodes": float(len(episodes)),
-        "without_verdict": float(len(episodes) - len(rewards)),
-        "turns_per_episode": float(np.mean([len(e.turns) for e in episodes])) if episodes else 0.0,
-        "sampled_tokens": float(sum(e.num_sampled for e in episodes)),
-    }
-    reasons: dict[str, float] = defaultdict(float)
-    for episode in episodes:
-        reasons[f"reason/{episode.reason}"] += 1.0
-    return {**values, **reasons}

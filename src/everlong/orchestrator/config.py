@@ -19,7 +19,8 @@ class ScheduleConfig(Config):
     batch_deadline_s: float | None = Field(1800.0, gt=0)
     """Seconds after which a batch closes without the episodes that are still running; None waits for ever."""
     on_deadline: Literal["mask", "replace"] = "mask"
-    """At the deadline: train each group on the members that ended (mask), or drop unfinished groups and open others (replace)."""
+    """At the deadline: train each group on the members that ended (mask), or drop unfinished groups and open others (replace). A
+    batch replaces at most groups_per_batch groups; at a deadline that would go beyond, it closes as with mask."""
     max_failures: int = Field(16, ge=1)
     """The run stops, with the last traceback, after this many episodes in a row failed through no doing of the agent."""
     checkpoint_every: int = Field(1, ge=1)
@@ -37,3 +38,5 @@ class WarmupConfig(Config):
     """0 starts RL from the model as it is."""
     traces_per_batch: int = Field(32, ge=1)
     """Oracle traces per supervised batch, drawn from the training tasks in seeded epochs."""
+    num_tasks: int | None = Field(None, ge=1)
+    """Training tasks whose oracle trace is shown, drawn by the run's seed; None shows all. The others are left to RL."""

@@ -12,6 +12,11 @@ def task_of_group(group: int, num_tasks: int, seed: int) -> int:
     return int(np.random.default_rng([seed, epoch]).permutation(num_tasks)[place])
 
 
+def shown_tasks(num_shown: int, num_tasks: int, seed: int) -> list[int]:
+    """Indices of the tasks whose oracle traces a warm-up shows: the first of their seeded epoch, in the tasks' order."""
+    return sorted(task_of_group(place, num_tasks, seed + 1) for place in range(num_shown))
+
+
 def traces_of_batch(batch: int, traces_per_batch: int, num_traces: int, seed: int) -> list[int]:
     """Indices of the oracle traces of warm-up batch `batch`, in seeded epochs like the groups."""
     first = batch * traces_per_batch

@@ -98,6 +98,8 @@ class TrainGroups:
     batch: int
     groups: tuple[int, ...]
     save: bool
+    deadlines: int = 0
+    """How many deadlines it met before it closed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,13 @@ def interruptions(lifecycle: Lifecycle) -> list[Fact]:
 def progress_of(lifecycle: Lifecycle) -> Progress:
     """Where the run stands. Call it after the interruptions are recorded."""
     groups = [view for (purpose, _), view in lifecycle.groups.items() if purpose is Purpose.TRAIN]
+    replaced = {view.group for view in groups if _replaced(lifecycle, view)}
+    newest = max((view.group for view in groups if view.batch is not None), default=-1)
     closed = lifecycle.batches.get(lifecycle.num_trained)
     trained = {v.group for v in groups if v.batch is not None and v.batch < lifecycle.num_trained}
     return Progress(
         num_batches=lifecycle.num_trained,
-        consumed=frozenset(trained | {view.group for view in groups if _replaced(lifecycle, view)}),
+        consumed=frozenset(trained | replaced),
         closed_groups=closed.groups if closed is not None and closed.groups else None,
         ended=frozenset(
             name
@@ -48,6 +50,8 @@ def progress_of(lifecycle: Lifecycle) -> Progress:
             if view.state is EpisodeState.INTERRUPTED
         },
         evals=frozenset(lifecycle.evals),
+        # who takes the place of a group has a higher number: what a closed batch replaced lies below its own groups
+        num_replaced=sum(group > newest for group in replaced),
     )
 
 

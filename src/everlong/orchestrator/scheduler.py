@@ -66,6 +66,15 @@ class Progress:
     """Next incarnation of every episode that was interrupted."""
     evals: frozenset[int] = frozenset()
     """Evaluations already recorded."""
+    num_replaced: int = 0
+    """Groups that the batch under way has replaced already."""
+
+
+def is_checkpoint_due(batch: int, schedule: ScheduleConfig, warmup: WarmupConfig) -> bool:
+    """Whether a checkpoint follows batch `batch`: at the interval, and at the end of the warm-up and of the run."""
+    done = batch + 1
+    ends_phase = done in (warmup.num_batches, warmup.num_batches + schedule.num_batches)
+    return ends_phase or done % schedule.checkpoint_every == 0
 
 
 class RoundScheduler:
@@ -95,8 +104,9 @@ class RoundScheduler:
         self._eval: int | None = None
         self._deadline_s: float | None = None
         self._failures = 0
+        self._num_replaced = self._progress.num_replaced
         self.deadlines = 0
-        """How many batches closed at their deadline."""
+        """How many deadlines the newest batch has met."""
         self.finished = False
 
     @property
@@ -128,6 +138,7 @@ class RoundScheduler:
                 return self._begin()
             case BatchDone():
                 self._batch = event.batch + 1
+                self._num_replaced = 0
                 return self._begin_warm() if self._batch < self._warmup.num_batches else [Publish()]
             case Published():
                 return [UpdateEngine(event.policy_version)]
@@ -146,9 +157,7 @@ class RoundScheduler:
         return [WarmUp(self._batch, save=self._saves(self._batch))]
 
     def _saves(self, batch: int) -> bool:
-        done = batch + 1
-        ends_phase = done in (self._warmup.num_batches, self.num_batches)
-        return ends_phase or done % self._schedule.checkpoint_every == 0
+        return is_checkpoint_due(batch, self._schedule, self._warmup)
 
     def _next(self, now_s: float) -> list[Action]:
         """The engine holds the current version: evaluate if it is time, else open the next batch's groups."""
@@ -179,6 +188,7 @@ class RoundScheduler:
             return [TrainGroups(self._batch, closed, save=self._saves(self._batch))]
         if self._schedule.batch_deadline_s is not None:
             self._deadline_s = now_s + self._schedule.batch_deadline_s
+        self.deadlines = 0
         self._round = self._take_groups(self._schedule.groups_per_batch)
         for group in self._round:
             self._open_train_group(group)
@@ -254,7 +264,7 @@ class RoundScheduler:
         groups, self._round = tuple(self._round), []
         self._groups.clear()
         self._deadline_s = None
-        return [TrainGroups(self._batch, groups, save=self._saves(self._batch))]
+        return [TrainGroups(self._batch, groups, save=self._saves(self._batch), deadlines=self.deadlines)]
 
     def _check_deadline(self, now_s: float) -> list[Action]:
         if self._deadline_s is None or now_s < self._deadline_s:
@@ -262,12 +272,17 @@ class RoundScheduler:
         self.deadlines += 1
         self._deadline_s = None
         waiting, self._waiting = self._waiting, deque()
-        if self._schedule.on_deadline == "mask":  # who never had a turn ends as cancelled too, and is accounted for
+        late = [group for group in self._groups.values() if group.open]
+        if not self._may_replace(late):  # who never had a turn ends as cancelled too, and is accounted for
             begun: list[Action] = [RunEpisode(order) for order in waiting]
             self._running.update((order.episode, order) for order in waiting)
             return [*begun, *self._cancel_running()]
-        late = [group for group in self._groups.values() if group.open]
         return [*self._cancel_running(), *self._replace(late, now_s), *self._fill(), *self._close_if_complete()]
+
+    def _may_replace(self, late: list[Group]) -> bool:
+        """A batch replaces at most as many groups as it holds: where every group is late, it would never close."""
+        room = self._schedule.groups_per_batch - self._num_replaced
+        return self._schedule.on_deadline == "replace" and len(late) <= room
 
     def _cancel_running(self) -> list[Action]:
         return [CancelEpisode(episode, Reason.DEADLINE) for episode in self._running]
@@ -277,6 +292,7 @@ class RoundScheduler:
         for group in late:
             del self._groups[group.purpose, group.number]
             self._round.remove(group.number)
+        self._num_replaced += len(late)
         fresh = self._take_groups(len(late))
         self._round += fresh
         for group in fresh:

@@ -5,11 +5,13 @@ from typing import Literal
 from pydantic import Field
 
 from everlong.contracts.config import Config
+from everlong.contracts.import_path import PATTERN
 
 
 class HarnessConfig(Config):
-    type: Literal["bash"] = "bash"
-    """bash: the model answers with a command or with its final answer, and reads what the command printed."""
+    type: str = Field("bash", pattern=rf"^(bash|{PATTERN})$")
+    """bash: the model answers with a command or with its final answer, and reads what the command printed. Or a harness of
+    your own, as package.module:name; it is called with these settings and takes of them what it needs."""
     system_prompt: str = "Answer with `$ command` to run a command in bash. Say done when the task is finished."
     """Empty for none."""
     tool_syntax: Literal["dollar", "hermes"] = "dollar"

@@ -28,10 +28,17 @@ class Message(Record, frozen=True, kw_only=True):
     tool_calls: tuple[ToolCall, ...] = ()
 
     def same_as(self, other: Message) -> bool:
-        """Whether a client that echoes `other` means this message."""
+        """Whether a client that echoes `other` means this message.
+
+        Space counts, as everything does that a model could read differently. Only around an assistant's content it does
+        not: it was taken off before the client saw the content, and what was sampled stays in the tokens anyway.
+        """
+        mine, theirs = self.content, other.content
+        if self.role == "assistant":
+            mine, theirs = mine.strip(), theirs.strip()
         return (
             self.role == other.role
-            and self.content.strip() == other.content.strip()
+            and mine == theirs
             and len(self.tool_calls) == len(other.tool_calls)
             and all(mine.same_as(theirs) for mine, theirs in zip(self.tool_calls, other.tool_calls, strict=True))
         )

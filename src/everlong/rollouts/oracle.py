@@ -66,13 +66,22 @@ class _NoJournal:
     async def tokens_discarded(self, order: EpisodeOrder, num_tokens: int, reason: str) -> None:
         """Nobody sampled: there is nothing to account for."""
 
+    async def call_uncounted(self, order: EpisodeOrder, max_tokens: int, reason: str) -> None:
+        """Nobody sampled: there is nothing to account for."""
+
 
 async def oracle_trace(
-    task: HarborTask, commands: Sequence[str], *, renderer: Renderer, harness: Harness, backend: SandboxBackend
+    task: HarborTask,
+    commands: Sequence[str],
+    *,
+    renderer: Renderer,
+    harness: Harness,
+    backend: SandboxBackend,
+    ttl_s: float | None = None,
 ) -> TokenColumns:
     """The whole conversation as tokens: the oracle's answers are trainable, everything else is context.
 
-    Raises ValueError when the harness ends otherwise than by the oracle's final answer.
+    `ttl_s`: after which the sandbox is closed, whatever happens. Raises SandboxError, and ValueError when the harness ends otherwise than by the oracle's final answer.
     """
     order = EpisodeOrder(task=task.id, group=0, attempt=0, purpose=Purpose.TRAIN)
     session = Session(
@@ -84,7 +93,7 @@ async def oracle_trace(
         limits=SessionLimits(max_turns=len(commands) + 1, max_context=1 << 30),
         journal=_NoJournal(),
     )
-    sandbox = await open_task(task, backend, f"oracle-{task.task.content_hash[:16]}")
+    sandbox = await open_task(task, backend, f"oracle-{task.task.content_hash[:16]}", ttl_s=ttl_s)
     try:
         reason = await harness.run(task.task, session, sandbox)
     finally:

@@ -16,7 +16,8 @@ from typing import Protocol
 from everlong.contracts.errors import EngineError, LedgerError, Reason, SandboxError, WorkerDied, WorkerError
 from everlong.contracts.ports import Engine, Sandbox, SandboxBackend
 from everlong.contracts.records import Episode, EpisodeOrder, SamplingParams, Task, Verdict
-from everlong.environments.grading.verifier import check_time_budget, grade
+from everlong.environments.grading.grader import Grader, Submission, verifier
+from everlong.environments.grading.verifier import check_time_budget
 from everlong.environments.tasks.harbor import HarborTask
 from everlong.environments.tasks.opening import open_task
 from everlong.rollouts.gateway.session import ContextFull, Journal, Session, SessionLimits, TurnLimit
@@ -24,7 +25,11 @@ from everlong.rollouts.renderers.chatml import Renderer
 
 
 class Harness(Protocol):
-    async def run(self, task: Task, session: Session, sandbox: Sandbox) -> Reason: ...
+    """The agent loop."""
+
+    async def run(self, task: Task, session: Session, sandbox: Sandbox) -> Reason:
+        """Drive an episode to its end with `session.chat`, and say why it ended. What session and sandbox raise goes on."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,7 @@ class EpisodeRunner:
         sampling: Sampling,
         journal: Journal,
         ttl_s: float | None = None,
+        grader: Grader = verifier,
     ) -> None:
         """`ttl_s`: after which a sandbox is closed, whatever happens. Raises ValueError where a task's limits need longer."""
         if ttl_s is not None:
@@ -69,6 +75,7 @@ class EpisodeRunner:
         self._ttl_s = ttl_s
         self._tasks, self._backend, self._harness = tasks, backend, harness
         self._sampling, self._journal = sampling, journal
+        self._grader = grader
 
     async def run(self, order: EpisodeOrder) -> Episode:
         started = time.monotonic()
@@ -138,7 +145,7 @@ class EpisodeRunner:
             attempt.verdict = Verdict(reward=None, reason=attempt.reason)
             return
         try:
-            attempt.verdict = await grade(self._tasks[order.task], sandbox)
+            attempt.verdict = await self._grader(self._submission(order, attempt, sandbox))
         except SandboxError:
             attempt.fail(Reason.SANDBOX_CRASH)
             attempt.verdict = Verdict(reward=None, reason=Reason.SANDBOX_CRASH)
@@ -147,6 +154,12 @@ class EpisodeRunner:
             attempt.verdict = Verdict(reward=None, reason=Reason.VERIFIER_CRASH)
         if attempt.verdict.reason is not None:
             attempt.reason = attempt.verdict.reason
+
+    def _submission(self, order: EpisodeOrder, attempt: _Attempt, sandbox: Sandbox) -> Submission:
+        turns = attempt.session.turns if attempt.session else ()
+        decode = self._sampling.renderer.tokenizer.decode
+        answers = tuple(decode(turn.sampled.ids.tolist()) for turn in turns)
+        return Submission(task=self._tasks[order.task], sandbox=sandbox, turns=turns, answers=answers)
 
     def _episode(self, order: EpisodeOrder, attempt: _Attempt, elapsed_s: float) -> Episode:
         session = attempt.session
@@ -159,6 +172,15 @@ class EpisodeRunner:
             turns=session.turns if session else (),
             num_discarded=session.num_discarded if session else 0,
             elapsed_s=elapsed_s,
-            metrics={"forks": float(session.num_forks)} if session else {},
+            metrics=_counts(session) if session else {},
             error=attempt.error,
         )
+
+
+def _counts(session: Session) -> dict[str, float]:
+    """What the conversation met; a batch's row sums them."""
+    return {
+        "forks": float(session.num_forks),
+        "cut_calls": float(session.num_cut_calls),
+        "uncounted_calls": float(session.num_uncounted),
+    }

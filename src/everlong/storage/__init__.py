@@ -4,7 +4,6 @@ Invariants: an object appears whole or not at all, also through a kill -9 of its
 one wins. Whoever commits does it with a create-only key and compares after `AlreadyExists`.
 """
 
-from everlong.storage.prefix import PrefixStore
 from everlong.storage.store import ObstoreStore, open_store
 
-__all__ = ["ObstoreStore", "PrefixStore", "open_store"]
+__all__ = ["ObstoreStore", "open_store"]

@@ -8,23 +8,14 @@ forks: what was sampled stays as it was sampled, and the deviating history becom
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from everlong.contracts.records import Episode, FinishReason, Turn
+from everlong.contracts.records import FinishReason, Turn
 from everlong.contracts.tokens import TokenColumns
 
 ROLES = ("main", "summary", "sub_agent", "sub_agent_summary")
 """What a turn can be, in the order in which admission prefers them."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Divergence:
-    turn: int
-    """The stored turn that the prompt leaves half-way."""
-    position: int
-    """Of the first token of the prompt that differs."""
 
 
 class EpisodeTree:
@@ -53,24 +44,17 @@ class EpisodeTree:
         *,
         role: str = "main",
         continues: int = -1,
-        num_reported: int | None = None,
     ) -> Turn:
         """Store one model call: `prompt_ids` int[P] are what the engine saw, `sampled` is what it answered.
 
         `continues` names the turn whose work goes on across a compaction; a fork fills it in by itself. A prompt of
         another role that shares only an opening with a stored turn (a sub-agent's first prompt) is no fork.
-        `num_reported` is the number of sampled tokens that the engine says it made, where it says so.
         Raises ValueError for an empty prompt, an unknown role or turn, and streams that cannot be what was sampled.
         """
         prompt = _token_ids(prompt_ids)
-        if num_reported is not None and num_reported != sampled.num_sampled:
-            raise ValueError(
-                f"the engine reported {num_reported} sampled tokens but gave {sampled.num_sampled} ids: some were lost "
-                "on the way, discard the turn"
-            )
-        parent = self._deepest(prompt)
-        diverged = self._divergence(prompt, parent)
-        forks = diverged is not None and continues < 0 and self._turns[diverged.turn].role == role
+        ends = self._deepest(prompt)
+        parent, diverged = max(ends), self._divergence(prompt, ends)
+        forks = diverged is not None and continues < 0 and self._turns[diverged].role == role
         turn = Turn(
             index=len(self._turns),
             parent=parent,
@@ -79,7 +63,7 @@ class EpisodeTree:
             finish_reason=finish_reason,
             request_id=request_id,
             role=role,
-            continues=diverged.turn if diverged is not None and forks else continues,
+            continues=diverged if diverged is not None and forks else continues,
         )
         self._store(turn)
         self.num_forks += forks
@@ -102,14 +86,12 @@ class EpisodeTree:
         ids = np.concatenate([self._own_ids[index] for index in self.path(turn)])
         return ids[: len(ids) - len(turn.sampled)]
 
-    def drift(self, prompt_ids: Sequence[int] | np.ndarray) -> int | None:
-        """The first position at which the prompt deviates inside a stored turn with which it begins to agree.
-
-        None where it extends a stored path, ends inside one, or shares no token with any.
-        """
-        prompt = _token_ids(prompt_ids)
-        diverged = self._divergence(prompt, self._deepest(prompt))
-        return None if diverged is None else diverged.position
+    def departure(self, turn: Turn) -> int | None:
+        """Position of the first token that the prompt has otherwise than the turn it continues; None where it continues none."""
+        if turn.continues < 0:
+            return None
+        left = self._turns[turn.continues]
+        return common_prefix(self.prompt_ids(turn), self.columns(left).ids)
 
     def _store(self, turn: Turn) -> None:
         _check_turn(turn, len(self._turns))
@@ -123,25 +105,23 @@ class EpisodeTree:
         """Number of tokens from the root to the end of the turn."""
         return 0 if turn < 0 else self._ends[turn]
 
-    def _deepest(self, prompt: np.ndarray) -> int:
-        """The turn that ends the longest stored path which is a prefix of the prompt; of equal ones the latest."""
-        deepest, stack = -1, [-1]
-        while stack:
-            turn = stack.pop()
-            deepest = max(deepest, turn, key=lambda t: (self._end(t), t))
+    def _deepest(self, prompt: np.ndarray) -> list[int]:
+        """The turns that end the longest stored path which is a prefix of the prompt: several where it was sampled again."""
+        matching = [-1]
+        for turn in matching:
             start = self._end(turn)
-            stack += [
+            matching += [
                 c for c in self._children[turn] if np.array_equal(prompt[start : self._ends[c]], self._own_ids[c])
             ]
-        return deepest
+        longest = max(map(self._end, matching))
+        return [turn for turn in matching if self._end(turn) == longest]
 
-    def _divergence(self, prompt: np.ndarray, parent: int) -> _Divergence | None:
-        rest = prompt[self._end(parent) :]
-        shared = [(common_prefix(rest, self._own_ids[child]), child) for child in self._children[parent]]
+    def _divergence(self, prompt: np.ndarray, ends: Sequence[int]) -> int | None:
+        """The stored turn that the prompt leaves half-way."""
+        rest = prompt[self._end(ends[0]) :]
+        shared = [(common_prefix(rest, self._own_ids[c]), c) for turn in ends for c in self._children[turn]]
         length, child = max(shared, default=(0, -1))
-        if length in (0, len(rest)):
-            return None
-        return _Divergence(turn=child, position=self._end(parent) + length)
+        return None if length in (0, len(rest)) else child
 
 
 def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
@@ -150,22 +130,6 @@ def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
     differs = left[:length] != right[:length]
     first = int(differs.argmax()) if length else 0
     return first if length and differs[first] else length
-
-
-def check_episode(episode: Episode, vocab_size: int | None = None) -> None:
-    """Raises ValueError for an episode that cannot be what an engine saw and sampled; who asks decides what becomes of it.
-
-    `vocab_size` is the tokenizer's: rows that only pad the model's head have no token behind them.
-    """
-    if episode.num_discarded < 0:
-        raise ValueError(f"{episode.id}: expected 0 or more discarded tokens, got {episode.num_discarded}")
-    for index, turn in enumerate(episode.turns):
-        try:
-            _check_turn(turn, index)
-            if vocab_size is not None:
-                _check_vocabulary(turn, vocab_size)
-        except ValueError as error:
-            raise ValueError(f"{episode.id}: {error}") from error
 
 
 def _check_turn(turn: Turn, index: int) -> None:
@@ -205,13 +169,6 @@ def _check_sampled(columns: TokenColumns) -> None:
     # The constructor of sampled tokens is the one place that knows what a logprob and a kept set must be.
     logprobs = np.where(sampled, columns.logprobs, np.float32(0))
     TokenColumns.sampled_tokens(columns.ids, logprobs, version=columns.versions, kept=columns.kept)
-
-
-def _check_vocabulary(turn: Turn, vocab_size: int) -> None:
-    for ids in (turn.context.ids, turn.sampled.ids, turn.sampled.kept.ids):
-        if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
-            wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
-            raise ValueError(f"turn {turn.index} holds id {wrong}, the vocabulary has ids 0 to {vocab_size - 1}")
 
 
 def _token_ids(ids: Sequence[int] | np.ndarray) -> np.ndarray:

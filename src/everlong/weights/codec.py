@@ -2,7 +2,8 @@
 
 A delta holds, for each changed value, the gap to the one before and the distance in units in the last place. Most changes
 of an optimiser step are one or two ulp, so both are one or two bytes that repeat, and compress well once their bytes are
-split into planes. Values further apart, and gaps too wide, escape to their full size.
+split into planes. Values further apart, and gaps too wide, escape to their full size. Where many values
+changed, a step for every value is as small and is applied faster.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 import zstandard
 
+from everlong.weights.places import distances, moved
 from everlong.weights.tensors import BITS, RawTensor
 
 # N values, C changed ones
@@ -57,7 +59,7 @@ def encode_delta(old: RawTensor, new: RawTensor) -> bytes:
     changed_C = np.flatnonzero(before != after)
     gaps_C = np.diff(changed_C, prepend=-1) - 1
     wide_C = gaps_C >= WIDE_GAP
-    steps_C = _ordered(after[changed_C]) - _ordered(before[changed_C])
+    steps_C = distances(before[changed_C], after[changed_C])
     far_C = np.abs(steps_C) > 127
     short_gaps_C = np.where(wide_C, WIDE_GAP, gaps_C).astype("<u2")
     parts = [
@@ -91,32 +93,46 @@ def apply_delta(old: RawTensor, payload: bytes) -> RawTensor:
             (np.uint8, np.uint8, np.int8, "<u8", dtype), (count, count, count, wide, far), starts[:-1], strict=True
         )
     )
-    gaps_C = low_C.astype(np.int64) | high_C.astype(np.int64) << 8
-    wide_C, far_C = gaps_C == WIDE_GAP, steps_C == FAR_STEP
-    if wide_C.sum() != wide or far_C.sum() != far:
+    short_gaps_C = low_C.astype("<u2") | high_C.astype("<u2") << 8
+    wide_C, far_C = np.flatnonzero(short_gaps_C == WIDE_GAP), np.flatnonzero(steps_C == FAR_STEP)
+    if len(wide_C) != wide or len(far_C) != far:
         raise ValueError(f"a delta's escapes do not fit: {wide} wide gaps and {far} far values were announced")
-    gaps_C[wide_C] = wide_gaps.astype(np.int64)
-    changed_C = np.cumsum(gaps_C + 1) - 1
+    changed_C = short_gaps_C.astype(np.int64)
+    changed_C[wide_C] = wide_gaps.astype(np.int64)
+    changed_C += 1
+    np.cumsum(changed_C, out=changed_C)
+    changed_C -= 1
     if count and not 0 <= changed_C[-1] < old.size:
         raise ValueError(f"a delta changes value {changed_C[-1]} of a tensor with {old.size} values")
     flat = old.flat().copy()
-    values_C = _unordered(_ordered(flat[changed_C]) + steps_C, dtype)
+    values_C = moved(flat[changed_C], steps_C)
     values_C[far_C] = far_values
     flat[changed_C] = values_C
     return RawTensor(old.dtype, old.shape, flat.reshape(old.shape))
 
 
-def _ordered(bits: np.ndarray) -> np.ndarray:
-    """Signed: neighbouring floats get neighbouring integers, -0.0 just below 0.0; one to one on all patterns, NaN included."""
-    sign = 1 << (8 * bits.itemsize - 1)
-    wide = bits.astype(np.int32 if bits.itemsize == 2 else np.int64)
-    return np.where(wide >= sign, 2 * sign - 1 - wide, wide + sign)
+def encode_steps(old: RawTensor, new: RawTensor) -> bytes:
+    """What turns `old` into `new`, with a step for every value, 0 where nothing changed."""
+    assert old.same_layout(new)
+    before, after = old.flat(), new.flat()
+    steps_N = distances(before, after)
+    far_N = np.abs(steps_N) > 127
+    return _compress(np.where(far_N, FAR_STEP, steps_N).astype(np.int8).tobytes() + after[far_N].tobytes())
 
 
-def _unordered(places: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The bits at these places, wrapping around where a damaged delta leads outside: the checksum refuses it."""
-    sign = 1 << (8 * dtype.itemsize - 1)
-    return np.where(places >= sign, places - sign, 2 * sign - 1 - places).astype(dtype)
+def apply_steps(old: RawTensor, payload: bytes) -> RawTensor:
+    """As `apply_delta`, for a payload of `encode_steps`."""
+    raw = _decompress(payload)
+    if len(raw) < old.size:
+        raise ValueError(f"a step for each of {old.size} values needs as many bytes, got {len(raw)}")
+    steps_N = np.frombuffer(raw, np.int8, old.size)
+    far = np.flatnonzero(steps_N == FAR_STEP)
+    dtype = old.bits.dtype
+    if len(raw) != old.size + dtype.itemsize * len(far):
+        raise ValueError(f"{len(far)} far values need {dtype.itemsize * len(far)} bytes, got {len(raw) - old.size}")
+    flat = moved(old.flat(), steps_N)
+    flat[far] = np.frombuffer(raw, dtype, len(far), old.size)
+    return RawTensor(old.dtype, old.shape, flat.reshape(old.shape))
 
 
 def _compress(raw: bytes) -> bytes:

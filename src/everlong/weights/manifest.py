@@ -19,6 +19,9 @@ class Codec(StrEnum):
     SAME = "same"
     """Bit for bit the base's tensor; no payload."""
     DELTA = "delta"
+    """Gaps and steps of the values that changed."""
+    STEPS = "steps"
+    """A step for every value."""
     FULL = "full"
 
 

@@ -9,7 +9,7 @@ import blake3
 from everlong.contracts.errors import AlreadyExists
 from everlong.contracts.ports import ObjectStore
 from everlong.contracts.records import PublishedVersion
-from everlong.weights.codec import count_changed, encode_delta, encode_full
+from everlong.weights.codec import count_changed, encode_delta, encode_full, encode_steps
 from everlong.weights.manifest import Codec, Manifest, Shard, TensorEntry, encode_manifest, load_manifest, version_key
 from everlong.weights.tensors import RawTensor, WeightSet, fingerprint, fingerprint_of
 
@@ -90,6 +90,11 @@ class WeightPublisher:
         return manifest.published
 
 
+DENSE_SHARE = 1 / 3
+"""Of the values changed from which on every value gets a step: then gaps take longer to apply than an anchor to decode,
+and save little or nothing; from a half on they are the larger coding."""
+
+
 @dataclass(slots=True)
 class _Payloads:
     """Payloads back to back, cut into shards."""
@@ -125,7 +130,7 @@ def _encode_tensor(
     )
     if not anchor and old is not None and num_changed == 0:
         return entry
-    codec, payload = (Codec.FULL, encode_full(tensor)) if anchor or old is None else _smaller(old, tensor)
+    codec, payload = (Codec.FULL, encode_full(tensor)) if anchor or old is None else _smaller(old, tensor, num_changed)
     shard, offset = payloads.add(payload)
     return TensorEntry(
         name=name,
@@ -140,13 +145,14 @@ def _encode_tensor(
     )
 
 
-def _smaller(old: RawTensor, new: RawTensor) -> tuple[Codec, bytes]:
-    delta = encode_delta(old, new)
+def _smaller(old: RawTensor, new: RawTensor, num_changed: int) -> tuple[Codec, bytes]:
+    codec, encode = (Codec.STEPS, encode_steps) if num_changed > DENSE_SHARE * new.size else (Codec.DELTA, encode_delta)
+    delta = encode(old, new)
     # Trained weights never compress fourfold as a whole, so the second coding is only tried where it can win.
     if 4 * len(delta) <= new.bits.nbytes:
-        return Codec.DELTA, delta
+        return codec, delta
     full = encode_full(new)
-    return (Codec.DELTA, delta) if len(delta) <= len(full) else (Codec.FULL, full)
+    return (codec, delta) if len(delta) <= len(full) else (Codec.FULL, full)
 
 
 def _refuse_nan(weights: WeightSet) -> None:

@@ -7,7 +7,7 @@ import blake3
 from everlong.contracts.errors import NotFound, StaleWeights, StoreError
 from everlong.contracts.ports import ObjectStore
 from everlong.contracts.records import PublishedVersion
-from everlong.weights.codec import apply_delta, decode_full
+from everlong.weights.codec import apply_delta, apply_steps, decode_full
 from everlong.weights.manifest import VERSIONS, Codec, Manifest, Shard, TensorEntry, load_manifest
 from everlong.weights.tensors import RawTensor, WeightSet, fingerprint, fingerprint_of
 
@@ -115,7 +115,9 @@ def _decode_tensor(entry: TensorEntry, have: WeightSet | None, shards: list[byte
     if have is None or entry.name not in have.tensors:
         raise LookupError("its base is missing")
     old = have.tensors[entry.name]
-    return old if entry.codec is Codec.SAME else apply_delta(old, payload)
+    if entry.codec is Codec.SAME:
+        return old
+    return apply_steps(old, payload) if entry.codec is Codec.STEPS else apply_delta(old, payload)
 
 
 def _needs_base(manifest: Manifest, have: WeightSet | None) -> str:

@@ -115,6 +115,14 @@ async def test_a_cheat_is_not_paid(task: HarborTask, caged: LocalBackend, cheat:
     assert (await play(task, caged, cheat)).reward == 0.0
 
 
+@pytest.mark.parametrize("solves", [False, True], ids=["only planted", "planted beside the work"])
+async def test_a_planted_verdict_is_seen_and_counts_nothing(task: HarborTask, backend: LocalBackend, solves: bool):
+    planted = "echo 1 > $EVERLONG_ROOT/logs/verifier/reward.txt"
+    verdict = await play(task, backend, planted, *(oracle_commands(task) if solves else ()))
+    assert (verdict.reward, verdict.flags) == (float(solves), ("verdict_preexisting",))
+    assert (await play(task, backend)).flags == ()
+
+
 async def test_the_agent_may_overwrite_the_tests_of_its_workdir_and_still_be_paid_for_the_work(
     task: HarborTask, caged: LocalBackend
 ):

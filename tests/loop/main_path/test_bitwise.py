@@ -250,7 +250,10 @@ async def whole_run(folder, worker):
     return [fingerprint(reader.read(version)) for version in (6, 7, 8)]
 
 
-async def test_a_run_ends_in_the_same_weights_twice_and_wherever_its_worker_lives(tmp_path):
+async def test_a_run_ends_in_the_same_weights_twice_and_wherever_its_worker_lives(tmp_path, monkeypatch):
+    monkeypatch.setenv(
+        "MKL_CBWR", "AVX512,STRICT"
+    )  # the cell in this process comes after torch; the self-test has passed
     first = await whole_run(tmp_path / "first", "inline")
     assert await whole_run(tmp_path / "again", "inline") == first
     assert await whole_run(tmp_path / "elsewhere", "process") == first

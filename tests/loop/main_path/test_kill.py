@@ -35,9 +35,11 @@ def test_a_finished_run_is_left_as_it_is(campaign):
     folder = campaign.work / "runs" / "reference-0"
     before = facts_of(folder), outcome_of(folder)
     log = campaign.work / "finished.log"
+    (folder / "report.html").unlink()  # as if it had been killed behind its last fact
     assert start("resume", str(folder), log=log).wait(60) == 0
     assert f"finished already: {folder}" in log.read_text()
     assert (facts_of(folder), outcome_of(folder)) == before
+    assert "</html>" in (folder / "report.html").read_text()
 
 
 def test_a_run_that_died_before_its_first_fact_starts_from_the_beginning(campaign):

@@ -37,7 +37,7 @@ from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
 from everlong.orchestrator.events import RunAborted
 from everlong.orchestrator.loop import run
 from everlong.orchestrator.recovery import interruptions, progress_of
-from everlong.orchestrator.scheduler import RoundScheduler
+from everlong.orchestrator.scheduler import RoundScheduler, is_checkpoint_due
 from everlong.rollouts.config import HarnessConfig
 from everlong.rollouts.gateway.session import SessionLimits
 from everlong.rollouts.harnesses.bash import BashHarness
@@ -118,10 +118,14 @@ class DyingTrainer(ScriptedTrainer):
 
 
 class World:
-    """One run's folder, over as many processes as it takes."""
+    """One run's folder, over as many processes as it takes.
 
-    def __init__(self, folder, tasks, **schedule):
-        self.folder, self.tasks = folder, tasks
+    With `late_after` the clock stands at 0, and at 100 from the moment at which so many episodes have ended: a deadline
+    then depends on what happened and not on how busy the machine is.
+    """
+
+    def __init__(self, folder, tasks, late_after=None, **schedule):
+        self.folder, self.tasks, self.late_after = folder, tasks, late_after
         defaults = {"num_batches": 3, "groups_per_batch": 3, "group_size": 4, "batch_deadline_s": None}
         self.schedule = ScheduleConfig(**{**defaults, **schedule})
         self.metrics = MemorySink()
@@ -161,6 +165,7 @@ class World:
             journal=LedgerJournal(writer),
         )
         policy = DyingTrainer(store, WeightPublisher(store, 4), **trainer)
+        self.writer = writer
         conductor = RunConductor(
             Parts(
                 run_episode=runner.run,
@@ -172,12 +177,12 @@ class World:
                 warmup_batch=None,
                 metrics=self.metrics,
                 task_hashes={id: task.task.content_hash for id, task in self.tasks.by_id().items()},
-                clock=time.monotonic,
+                clock=self.clock,
             )
         )
         try:
             if resume:
-                await conductor.recover()
+                await conductor.recover(lambda batch: is_checkpoint_due(batch, self.schedule, WarmupConfig()))
             scheduler = RoundScheduler(
                 self.schedule,
                 WarmupConfig(),
@@ -191,10 +196,16 @@ class World:
             await writer.close()
             ledger.close()
 
+    def clock(self):
+        if self.late_after is None:
+            return time.monotonic()
+        num_ended = sum(bool(view.payload_key) for view in self.writer.lifecycle.episodes.values())
+        return 100.0 if num_ended >= self.late_after else 0.0
+
     async def drive(self, **process):
         """To the end of the run; the final weights."""
         async with self.process(**process) as (scheduler, conductor, writer, trainer):
-            await asyncio.wait_for(run(scheduler, conductor, time.monotonic), 20)
+            await asyncio.wait_for(run(scheduler, conductor, self.clock), 100)
             await writer.append(RunFinished())
             return (await trainer.save()).fingerprint
 
@@ -234,6 +245,9 @@ async def test_a_grader_that_fails_every_third_time_costs_these_episodes_and_not
     assert balance.ended["failed"] == {"verifier_crash": 24}
     assert sum(sum(balance.ended.get(state, {}).values()) for state in ("trained", "discarded")) == 48
     assert balance.tokens_discarded["no_verdict"] > 0 and balance.tokens_trained > 0
+    rows = [point.values for point in one.metrics.points if point.axis == "batch"]
+    lost = [rows[-1][f"lost_by_length/{place:02d}"] for place in range(1, 11)]
+    assert sum(lost) / len(lost) == pytest.approx(1 / 3, abs=0.05), "a third of the episodes, over all lengths"
     without = [point.values["without_verdict"] for point in one.metrics.points if point.axis == "batch"]
     assert sum(without) == 24, "the metrics count what the ledger counts"
 
@@ -255,25 +269,6 @@ async def test_an_aborted_run_goes_on_once_the_grader_is_mended_and_ends_as_if_n
     await one.drive()
     assert one.balance().ended["failed"]["verifier_crash"] >= 3
     assert one.groups() == [(0, 1, 2), (3, 4, 5), (6, 7, 8)]
-
-
-async def test_at_the_deadline_late_episodes_are_masked_and_every_offered_one_has_an_end(world):
-    one = world(batch_deadline_s=0.5, num_batches=2, max_running=3)
-    await one.drive(stalled=["train-000000-000", "train-000000-001", "train-000001-000"])
-    balance = one.balance()
-    assert one.groups() == [(0, 1, 2), (3, 4, 5)]
-    assert balance.offered == 24 and not balance.open
-    assert balance.ended["cancelled"]["deadline"] >= 3
-    assert sum(balance.ended["trained"].values()) >= 12, "the second batch is whole"
-
-
-async def test_at_the_deadline_late_groups_are_replaced_by_the_next_ones(world):
-    one = world(batch_deadline_s=0.5, on_deadline="replace", num_batches=2)
-    await one.drive(stalled=["train-000001-002"])
-    balance = one.balance()
-    assert one.groups() == [(0, 2, 3), (4, 5, 6)]
-    assert balance.ended["cancelled"] == {"group_replaced": 4}
-    assert balance.tokens_discarded["group_replaced"] > 0
 
 
 @pytest.mark.parametrize("on_deadline", ["mask", "replace"])
@@ -321,6 +316,60 @@ async def test_a_checkpoint_that_is_older_than_the_ledger_trains_the_batches_bet
     assert [fact.batch for fact in killed.facts(BatchTrained)] == [0, 1, 2, 0, 1, 2, 3]
     assert max(Counter(fact.episode for fact in killed.facts(EpisodeStarted)).values()) == 1, "from stored episodes"
     assert killed.balance() == whole.balance()
+
+
+@pytest.mark.parametrize("dies_in", ["save", "train"])
+async def test_every_batch_has_its_row_of_metrics_whenever_the_process_died(world, dies_in):
+    one = world(checkpoint_every=3, num_batches=3)
+    with pytest.raises(Killed):
+        await one.drive(dies_in=dies_in, batch=2)
+    one.metrics = MemorySink()  # as if what was written since the checkpoint had been lost
+    await one.drive()
+    rows = {point.step: point.values for point in one.metrics.points if point.axis == "batch"}
+    again = {"save": {2}, "train": {0, 1, 2}}[dies_in]
+    assert rows.keys() == again
+    whole = world("whole", checkpoint_every=3, num_batches=3)
+    await whole.drive()
+    known = {point.step: point.values for point in whole.metrics.points if point.axis == "batch"}
+    for batch in again:
+        for name in ("reward", "episodes", "sampled_tokens", "groups_without_signal"):
+            assert rows[batch][name] == known[batch][name]
+
+
+async def test_a_row_is_written_before_the_ledger_says_that_its_batch_is_trained(world):
+    for axis, rows in (("batch", 3), ("policy_version", 4)):
+        one = world(axis)
+
+        def refuse(logged, step, values, axis=axis):
+            if logged == axis:
+                raise Killed
+
+        one.metrics.log = refuse
+        with pytest.raises(Killed):
+            await one.drive()
+        one.metrics = MemorySink()
+        await one.drive()
+        assert [point.step for point in one.metrics.points if point.axis == axis] == list(range(rows))
+
+
+async def test_catching_up_saves_the_checkpoints_that_are_due(world):
+    one = world(checkpoint_every=9, num_batches=4)
+    with pytest.raises(Killed):
+        await one.drive(dies_in="train", batch=3)
+    one.schedule = one.schedule.model_copy(update={"checkpoint_every": 1})
+    with pytest.raises(Killed):
+        await one.drive(dies_in="train", batch=2)
+    async with one.process() as (_scheduler, _conductor, writer, trainer):
+        assert (await trainer.save()).num_batches == writer.lifecycle.num_trained == 3
+    assert [fact.batch for fact in one.facts(BatchTrained)] == [0, 1, 2, 0, 1, 2], "the third process had 0 and 1"
+
+
+async def test_the_row_of_a_batch_says_what_the_engine_and_the_sessions_counted(world):
+    one = world(late_after=11, batch_deadline_s=0.1, num_batches=1)
+    await one.drive(stalled=["train-000000-001"])
+    (row,) = (point.values for point in one.metrics.points if point.axis == "batch")
+    assert row["engine/replies"] > 0 and row["engine/running"] == row["engine/waiting"] == 0
+    assert (row["deadlines"], row["forks"], row["reason/deadline"]) == (1, 0, 1)
 
 
 async def test_a_process_that_stops_while_it_catches_up_is_caught_up_with_as_well(world):

@@ -39,6 +39,9 @@ class Journal:
     async def tokens_discarded(self, order: EpisodeOrder, num_tokens: int, reason: str) -> None:
         self.facts.append((reason, num_tokens))
 
+    async def call_uncounted(self, order: EpisodeOrder, max_tokens: int, reason: str) -> None:
+        self.facts.append((f"uncounted, {reason}", max_tokens))
+
 
 def says(*answers: str) -> Callable[[GenerateRequest], Sequence[int]]:
     """The answers in order, whatever is asked; the last one again and again."""
@@ -152,6 +155,13 @@ async def test_a_turn_cut_at_the_limit_says_length():
         answer = await w.ask([USER])
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.total_tokens == 100
+
+
+async def test_half_a_command_is_no_call_for_any_client():
+    async with world(lambda request: TOKENIZER.encode("$ rm -rf " + "x" * 500), max_context=100) as w:
+        choice = (await w.ask([USER])).choices[0]
+    assert choice.finish_reason == "length"
+    assert not choice.message.tool_calls and choice.message.content.startswith("$ rm -rf x")
 
 
 @pytest.mark.parametrize("said, reason", [("done", "stop"), ("$ ls", "tool_calls")])

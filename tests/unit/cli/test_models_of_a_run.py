@@ -56,7 +56,7 @@ def test_a_model_is_chosen_by_dotted_options_and_survives_the_file(tmp_path: Pat
     write_config(config, tmp_path / "config.toml")
     assert read_config(tmp_path / "config.toml") == config
     config = parse_config(["--model.type", "folder", "--model.path", "runs/warm/checkpoint"])
-    assert config.model == FolderModel(path=Path("runs/warm/checkpoint"))
+    assert config.model == FolderModel(path=Path("runs/warm/checkpoint"), dtype="bfloat16")  # the quickstart's
 
 
 def test_the_supervised_part_of_a_run_is_its_warm_up():

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from everlong.cli.quickstart import KINDS, NUM_EVAL, NUM_TRAIN, prepare_quickstart, quickstart_config, quickstart_tasks
+import pytest
+
+from everlong.cli.quickstart import prepare_quickstart, quickstart_config, quickstart_tasks, tasks_for
 from everlong.cli.run_folder import RunFolder
 
 
@@ -10,23 +12,26 @@ def instructions(folder: Path) -> list[str]:
     return [path.read_text() for path in sorted(folder.glob("*/instruction.md"))]
 
 
-def test_quickstart_makes_its_tasks_once_and_trains_on_no_held_out_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["toy", "smollm2"])
+def test_quickstart_makes_its_tasks_once_and_trains_on_no_held_out_one(model_type: str, tmp_path: Path) -> None:
     """Writes a thousand small folders, which takes a second."""
-    config = quickstart_config().model_copy(update={"output": tmp_path, "tasks": quickstart_tasks(tmp_path)})
+    config = quickstart_config(model_type).model_copy(update={"output": tmp_path, "tasks": quickstart_tasks(tmp_path)})
     prepare_quickstart(config, RunFolder(tmp_path))
+    made = tasks_for(config.model)
     train, held_out = instructions(tmp_path / "tasks" / "train"), instructions(tmp_path / "tasks" / "eval")
-    assert (len(set(train)), len(set(held_out))) == (NUM_TRAIN, NUM_EVAL)
+    assert (len(set(train)), len(set(held_out))) == (made.num_train, made.num_eval)
     assert not set(train) & set(held_out)
     kinds = {path.name.rpartition("-")[0] for path in (tmp_path / "tasks" / "train").iterdir()}
-    assert kinds == set(KINDS)
+    assert kinds == set(made.kinds)
     marker = tmp_path / "tasks" / "eval" / "mine"
     marker.mkdir()
     prepare_quickstart(config, RunFolder(tmp_path))
     assert marker.exists(), "tasks that are there stay as they are"
 
 
-def test_quickstart_learns_from_rewards_more_carefully_than_from_the_oracle() -> None:
-    optimizer = quickstart_config().optimizer
+@pytest.mark.parametrize("model_type", ["toy", "smollm2"])
+def test_quickstart_learns_from_rewards_more_carefully_than_from_the_oracle(model_type: str) -> None:
+    optimizer = quickstart_config(model_type).optimizer
     assert optimizer.supervised_learning_rate is not None
     assert optimizer.learning_rate < optimizer.supervised_learning_rate
 
@@ -35,3 +40,10 @@ def test_quickstart_names_a_folder_that_does_not_exist(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "quickstart-1").mkdir(parents=True)
     assert quickstart_config().output == Path("runs/quickstart-2")
+
+
+def test_the_quickstart_of_a_language_model_shows_few_oracles_and_evaluates_two_hundred_variants() -> None:
+    config = quickstart_config()
+    made = tasks_for(config.model)
+    assert config.model.type == "smollm2" and made.num_eval >= 200
+    assert config.warmup.num_tasks is not None and config.warmup.num_tasks < made.num_train

@@ -1,5 +1,6 @@
 """What the report of a run says about its config and its episodes."""
 
+import msgspec
 import numpy as np
 
 from everlong.cli.config import RunConfig
@@ -7,6 +8,7 @@ from everlong.cli.reporting import context_turns, episode_text, summarize
 from everlong.contracts.errors import Reason
 from everlong.contracts.records import Episode, EpisodeOrder, FinishReason, Purpose, Turn, Verdict
 from everlong.contracts.tokens import TokenColumns
+from everlong.ledger import EpisodeState, EpisodeView
 from everlong.rollouts.messages import Message
 from everlong.rollouts.renderers.chatml import ChatML
 from everlong.rollouts.renderers.tokenizers import ByteTokenizer
@@ -36,9 +38,9 @@ def test_episode_reads_as_roles_without_special_tokens() -> None:
     )
     assert [(piece.role, piece.text) for piece in text.turns] == [
         ("user", "Make the folder a/b.\nNow."),
-        ("assistant", "$ mkdir -p a/b"),
+        ("assistant, turn 0", "$ mkdir -p a/b"),
         ("tool", "(printed nothing)"),
-        ("assistant", "done"),
+        ("assistant, turn 1", "done"),
     ]
     assert text.title == "make-folder, policy version 7, train-000004-002, ended: done"
     assert (text.outcome, text.succeeded) == ("reward 1", True)
@@ -63,3 +65,34 @@ def test_summary_names_the_rate_that_each_phase_learns_at() -> None:
     summary = summarize(config, [])
     assert "learning rate 0.002" in summary["warm-up"] and "learning rate 0.001" in summary["RL"]
     assert "warm-up" not in summarize(RunConfig(), [])
+
+
+def test_a_fork_says_what_it_goes_on_from() -> None:
+    asked = CHATML.render([Message(role="user", content="Go.")])
+    turns = [turn(asked, "a", -1), turn(asked, "b", 0), turn(asked, "c", 0), turn(asked, "d", -1)]
+    turns = [msgspec.structs.replace(each, index=index) for index, each in enumerate(turns)]
+    shown = episode_text(episode_of(turns), CHATML.tokenizer).turns
+    assert [(piece.fork, piece.text) for piece in shown if piece.fork] == [
+        ("goes on from turn 0", "Go."),
+        ("begins anew", "Go."),
+    ]
+
+
+def test_an_episode_of_a_thousand_long_turns_keeps_the_page_small() -> None:
+    long = CHATML.render([Message(role="user", content="x" * 10_000)])
+    turns = [turn(long if index else CHATML.render([Message(role="user", content="Go.")]), "y" * 10_000, index - 1) for index in range(1000)]  # fmt: skip
+    shown = episode_text(episode_of(turns), CHATML.tokenizer).turns
+    assert sum(len(piece.text) for piece in shown) < 40 * 2 * 4100
+    assert [piece.fork for piece in shown if piece.fork] == ["960 turns are left out: `everlong view` shows them"]
+    assert shown[-1].role == "assistant, turn 999" and "characters cut" in shown[-1].text
+
+
+def test_thousands_of_kinds_are_counted_and_not_listed() -> None:
+    views = [EpisodeView(episode=f"train-{n:06d}-000", task=f"task-{n}", group=n, attempt=0, purpose=Purpose.TRAIN, incarnation=0, state=EpisodeState.TRAINED) for n in range(3000)]  # fmt: skip
+    tasks = summarize(RunConfig(), views)["tasks"]
+    assert tasks.startswith("trained: 3000 tasks (task-0 1") and "2976 more kinds" in tasks and len(tasks) < 600
+
+
+def episode_of(turns: list[Turn]) -> Episode:
+    order = EpisodeOrder(task="terminal/make-folder/17", group=4, attempt=2, purpose=Purpose.TRAIN)
+    return Episode(order=order, reason=Reason.DONE, verdict=Verdict(reward=1.0), turns=tuple(turns))

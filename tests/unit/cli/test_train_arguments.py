@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from everlong.cli.arguments import parse_config
 from everlong.cli.config import RunConfig
 from everlong.cli.main import main
 from everlong.cli.toml import config_text, read_config
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
-from everlong.trainer.config import GrpoConfig, TokenMask
+from everlong.trainer.config import GrpoConfig, RatioConfig, TokenMask, TokenTruncation
+
+TWO_UPDATES = {"updates_per_batch": 2}
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -137,6 +141,33 @@ def test_the_resolved_file_reads_back_as_the_same_config(config: RunConfig, tmp_
     assert parse_config(["@", str(path)]) == config
 
 
+def leaves(settings: BaseModel, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, BaseModel):
+            yield from leaves(value, (*path, name))
+        else:
+            yield (*path, name)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RunConfig(),
+        RunConfig(loss=GrpoConfig(), ratio=RatioConfig(base="proximal", correction=TokenMask()), trainer=TWO_UPDATES),
+        RunConfig(ratio=RatioConfig(base="proximal", correction=TokenTruncation()), trainer=TWO_UPDATES),
+    ],
+    ids=["sapo", "grpo and mask", "truncation"],
+)
+def test_every_setting_is_in_the_resolved_file(config: RunConfig) -> None:
+    written = tomllib.loads(config_text(config))
+    for path in leaves(config):
+        table = written
+        for name in path:
+            assert name in table, ".".join(path)
+            table = table[name]
+
+
 def test_dry_run_prints_the_resolved_file_and_starts_nothing(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
@@ -149,6 +180,52 @@ def test_dry_run_prints_the_resolved_file_and_starts_nothing(tmp_path, monkeypat
     config = parse_config(["@", "run.toml"])
     assert config == parse_config(["--output", "runs/mine", "--sampling.top-p", "0.95"])
     assert config.tasks.train == (Path("runs/mine/tasks/train"),)
+
+
+WARM = "[warmup]\nnum_batches = 5\ntraces_per_batch = 4\n[optimizer]\nsupervised_learning_rate = 0.01\n"
+TASKS = "[tasks]\ntrain = 'a'\neval = 'b'\n"
+SWITCHES = {
+    "the warm-up": (WARM, "--warmup.num-batches 0", "num_batches = 5", "num_batches = 0"),
+    "the deadline": (
+        "[schedule]\nbatch_deadline_s = 9.0\non_deadline = 'replace'\n",
+        "--schedule.batch-deadline-s=None",
+        "batch_deadline_s = 9.0",
+        "batch_deadline_s = 'None'",
+    ),
+    "evaluation": (TASKS + "[schedule]\neval_every = 2\n", "--tasks.eval []", "eval = 'b'", "eval = []"),
+    "the network": (
+        "[model]\ntype = 'toy'\n[loss]\ntype = 'grpo'\n[engine]\nmax_running = 3\n",
+        "--model.type scripted",
+        "'toy'",
+        "'scripted'",
+    ),
+    "real sandboxes": ("[sandbox]\ntype = 'local'\nroot = 'x'\n", "--sandbox.type scripted", "'local'", "'scripted'"),
+}
+
+
+@pytest.mark.parametrize("part", SWITCHES)
+def test_an_option_switches_off_what_the_file_sets_and_a_file_alone_does_not(part, tmp_path: Path, capsys) -> None:
+    text, option, on, off = SWITCHES[part]
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    config = parse_config(["@", str(path), *option.split()])
+    path.write_text(text.replace(on, off))
+    assert "has no effect" in refused(["@", str(path)], capsys)
+    path.write_text(config_text(config))
+    assert read_config(path) == config, "the resolved file holds nothing without effect"
+
+
+def test_an_option_without_effect_beside_its_own_switch_is_refused(tmp_path: Path, capsys) -> None:
+    (tmp_path / "run.toml").write_text(WARM)
+    words = ["@", str(tmp_path / "run.toml"), "--warmup.num-batches", "0", "--warmup.traces-per-batch", "9"]
+    message = refused(words, capsys)
+    assert "warmup.traces_per_batch has no effect" in message and "supervised_learning_rate" not in message
+
+
+def test_the_quickstarts_warm_up_can_be_switched_off(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = parse_config(["--warmup.num-batches", "0"])
+    assert (config.warmup.num_batches, config.optimizer.supervised_learning_rate) == (0, None)
 
 
 def test_own_training_tasks_leave_the_quickstart_its_held_out_ones(tmp_path, monkeypatch) -> None:

@@ -61,11 +61,12 @@ def test_a_request_is_asked_in_ids_with_the_runs_sampling_and_its_own_seed():
 
 
 def test_a_reply_in_parts_is_one_turn_with_the_version_of_each_token():
-    reply = heard(request(), chunk([7]), end([8, 9], spans=((3, 0, 1), (4, 1, 3))), '{"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 2}}}')  # fmt: skip
+    reply = heard(request(), chunk([7]), end([8, 9], spans=((3, 0, 1), (4, 1, 3))), '{"choices": [], "usage": {"completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 2}}}')  # fmt: skip
     assert reply.columns.ids.tolist() == [7, 8, 9]
     assert reply.columns.versions.tolist() == [3, 4, 4]
     assert reply.columns.logprobs.tolist() == [-0.5] * 3
     assert (reply.finish_reason, reply.num_cached_tokens) == (FinishReason.LENGTH, 2)
+    assert reply.num_reported == 4  # which a session refuses, since it got three
     assert reply.request_id == "train-000000-000.0.1"
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from everlong.contracts.errors import LedgerError, Reason
@@ -9,6 +10,7 @@ from everlong.contracts.records import Purpose
 from everlong.ledger import (
     BatchClosed,
     BatchTrained,
+    CallUncounted,
     EngineUpdated,
     EpisodeEnded,
     EpisodeFinished,
@@ -306,6 +308,23 @@ def test_losses_of_the_longest_episodes_show_in_the_last_decile() -> None:
     assert [decile.lost for decile in deciles] == [0, 1, 0, 0, 0, 0, 0, 0, 0, 2]
     assert [decile.episodes for decile in deciles] == [2] * 10
     assert (deciles[-1].min_tokens, deciles[-1].max_tokens, deciles[-1].loss_rate) == (190, 200, 1.0)
+
+
+def test_calls_that_nobody_counted_and_signs_of_cheating_stand_in_the_balance() -> None:
+    uncounted = CallUncounted(episode="e", incarnation=0, max_tokens=64, reason="engine_silent")
+    again = msgspec.structs.replace(uncounted, incarnation=1)
+    flagged = msgspec.structs.replace(finished(3, incarnation=1), flags=("verdict_preexisting",))
+    lost = EpisodeInterrupted(episode="e", incarnation=0)
+    lifecycle = after(
+        opened(), started(), uncounted, lost, started(incarnation=1), again, turn(3, incarnation=1), flagged
+    )
+    balance = lifecycle.balance()
+    assert (balance.calls_uncounted, balance.flags, balance.holds) == (2, {"verdict_preexisting": 1}, True)
+    assert balance.tables()["tokens"]["not counted: model calls"] == 2
+    assert balance.tables()["flags"] == {"verdict_preexisting": 1}
+    assert after().balance().tables().keys() == {"episodes", "tokens"}
+    with pytest.raises(LedgerError, match="got a CallUncounted while it is finished"):
+        lifecycle.apply(again)
 
 
 def test_few_episodes_make_few_deciles() -> None:

@@ -1,5 +1,6 @@
 """Operations whose bits do not depend on the batch; the claims hold where the self-test says so."""
 
+import os
 import subprocess
 import sys
 
@@ -20,7 +21,7 @@ from everlong.models.numerics import (
     steady,
     tiled_attention,
 )
-from everlong.models.numerics_env import required_environment
+from everlong.models.numerics_env import prepare_process, required_environment
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -176,3 +177,36 @@ def test_light_modules_load_no_torch():
 def test_only_aligned_numerics_ask_for_an_environment():
     assert required_environment("fast") == {}
     assert required_environment("aligned") == {"MKL_CBWR": "AVX512,STRICT"}
+
+
+@pytest.fixture
+def cpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("MKL_CBWR", "to be restored")
+    monkeypatch.delenv("MKL_CBWR")
+
+    def make(vendor):
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+        return tmp_path / "cpuinfo"
+
+    return make
+
+
+def test_a_worker_in_this_process_gets_its_environment_before_torch_is_loaded(cpu, monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch")
+    prepare_process("aligned", cpu("GenuineIntel"))
+    assert os.environ["MKL_CBWR"] == "AVX512,STRICT"
+
+
+def test_an_intel_cpu_with_torch_loaded_and_no_word_to_mkl_is_refused(cpu, monkeypatch):
+    intel = cpu("GenuineIntel")
+    with pytest.raises(ValueError, match="MKL_CBWR=AVX512,STRICT in the environment before torch"):
+        prepare_process("aligned", intel)
+    assert "MKL_CBWR" not in os.environ
+    prepare_process("fast", intel)
+    monkeypatch.setenv("MKL_CBWR", "AVX512,STRICT")
+    prepare_process("aligned", intel)
+
+
+def test_another_cpu_is_left_to_the_self_test(cpu):
+    prepare_process("aligned", cpu("AuthenticAMD"))
+    assert os.environ["MKL_CBWR"] == "AVX512,STRICT"

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from everlong.models.config import FolderModel, HubModel, ModelConfig, ScriptedModel, ToyModel
 from everlong.models.llama.config import LlamaConfig
-from everlong.models.source import find_model, toy_config
+from everlong.models.source import ModelSource, find_model, toy_config
 
 SHAPE = LlamaConfig(
     vocab_size=20, padded_vocab_size=24, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4,
@@ -87,3 +88,31 @@ def test_finding_a_model_loads_no_torch(tmp_path: Path):
         f"find_model(FolderModel(path={str(folder)!r})); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture
+def own_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("own_models")
+    built = ModelSource(SHAPE, None, lambda shape, dtype, numerics: None)  # type: ignore[return-value]
+    module.__dict__.update(
+        built=lambda: built, nothing=lambda: None, nowhere=lambda: ModelSource(SHAPE, None), word="no"
+    )
+    monkeypatch.setitem(sys.modules, "own_models", module)
+
+
+def test_a_model_of_ones_own_is_what_its_function_gives(own_models: None):
+    source = find_model(PARSE({"type": "own", "source": "own_models:built"}))
+    assert source.shape is SHAPE and source.folder is None and source.build is not None
+
+
+@pytest.mark.parametrize("name", ["nothing", "nowhere", "word"])
+def test_a_function_that_gives_no_model_is_refused(own_models: None, name: str):
+    with pytest.raises(
+        ValueError, match=f"model.source=own_models:{name} must name a function that returns a ModelSource"
+    ):
+        find_model(PARSE({"type": "own", "source": f"own_models:{name}"}))
+
+
+def test_a_source_that_names_no_code_is_refused():
+    with pytest.raises(ValidationError, match="should match pattern"):
+        PARSE({"type": "own", "source": "my model"})

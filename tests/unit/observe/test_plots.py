@@ -13,7 +13,7 @@ def points() -> list:
     sink.log("batch", 1, {"loss": 2.0, "phase/warmup": 1.0})
     sink.log("batch", 0, {"loss": 4.0, "phase/warmup": 1.0})
     sink.log("batch", 2, {"reward": 0.25, "loss": -0.1, "entropy": math.nan})
-    sink.log("batch", 3, {"reward": 0.5, "loss": -0.1})
+    sink.log("batch", 3, {"reward": 0.5, "loss": -0.1, "tokens_per_s": 80.0})
     sink.log("batch", 3, {"reward": 0.75, "loss": -0.1})
     sink.log("eval", 0, {"success": 0.5, "episodes": 150.0})
     sink.log("policy_version", 3, {"reward": 9.0})
@@ -21,11 +21,12 @@ def points() -> list:
 
 
 def test_panels_count_warm_up_and_rl_batches_from_one_and_the_later_point_counts() -> None:
-    reward, warmup = read_panels(points())
+    reward, warmup, tokens = read_panels(points())
     assert reward.series[0].values == {1: 0.25, 2: 0.75}
     assert (reward.series[1].xs, reward.series[1].ys) == ([0], [0.5])
     assert reward.series[1].intervals[0] == pytest.approx((0.421, 0.579), abs=1e-3)
     assert warmup.series[0].values == {1: 4.0, 2: 2.0}
+    assert tokens.series[0].values == {2: 80.0}, "the later row of a batch did not measure it again"
 
 
 def test_panels_become_one_png(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from everlong.observe import (
     EpisodeText,
     JsonlSink,
+    LossRow,
     MemorySink,
     TurnText,
     read_evaluations,
@@ -57,11 +58,22 @@ SUMMARY = {"model": "a <small> one"}
 
 def test_report_holds_every_part_and_escapes_what_agents_wrote(tmp_path: Path) -> None:
     """Draws with matplotlib, which takes most of a second to import."""
-    report = write_report(run_folder(tmp_path), summary=SUMMARY, balance=BALANCE, episodes=(EPISODE,))
+    losses = [LossRow(length="7 to 19 tokens", episodes=20, lost=3)]
+    report = write_report(run_folder(tmp_path), summary=SUMMARY, balance=BALANCE, losses=losses, episodes=(EPISODE,))
     page = Page(report.read_text())
     images = [attributes["src"] or "" for tag, attributes in page.tags if tag == "img"]
     assert len(images) == 2 and all(image.startswith("data:image/png;base64,iVBOR") for image in images)
-    for part in ("12.5 %", "75.0 %", "1,200", "54,321", "seed = 7", 'name = "<b>"', "a <small> one"):
+    for part in (
+        "12.5 %",
+        "75.0 %",
+        "1,200",
+        "54,321",
+        "seed = 7",
+        'name = "<b>"',
+        "a <small> one",
+        "7 to 19 tokens",
+        "3 (15 %)",
+    ):
         assert part in page.text, part
     assert "95 % interval 60 to 86, 40 episodes" in page.text, "of 30 successes in 40 trials"
     assert "count <lines>" in page.text and "<script>alert(1)</script>" in page.text

@@ -12,7 +12,6 @@ import pytest
 from everlong.contracts.errors import StaleWeights, WorkerDied, WorkerError
 from everlong.contracts.records import EngineStatus, GenerateRequest, SamplingKey, SamplingParams
 from everlong.orchestrator.cells.supervisor import WorkerProcess
-from everlong.orchestrator.cells.worker import load_factory
 
 FACTORY = """
     import asyncio, sys
@@ -121,8 +120,3 @@ async def test_a_worker_that_dies_at_its_start_shows_the_end_of_its_log(tmp_path
         await WorkerProcess.start(
             factory="dying_cell_for_test:build", config=tmp_path / "c", run_folder=tmp_path, environment=environment
         )
-
-
-def test_a_factory_path_of_another_form_is_refused():
-    with pytest.raises(ValueError, match="package.module:function"):
-        load_factory("everlong.cli.cell")

@@ -115,7 +115,17 @@ def test_members_of_a_replaced_group_end_with_it_and_the_group_is_not_served_aga
     lifecycle.apply(*interruptions(lifecycle))
     assert lifecycle.episodes[name(5, 1)].state is EpisodeState.CANCELLED
     assert 5 in progress_of(lifecycle).consumed
+    assert progress_of(lifecycle).num_replaced == 1, "of the batch under way"
     assert lifecycle.balance().holds
+
+
+def test_what_a_closed_batch_replaced_is_not_counted_to_the_next():
+    lifecycle = mid_run()
+    lifecycle.apply(ended(5, EpisodeState.CANCELLED, trained=0, discarded={"group_replaced": 5}))
+    for group in (4, 6, 7):
+        lifecycle.apply(*finish(group))
+    lifecycle.apply(BatchClosed(batch=1, groups=(4, 6, 7)))
+    assert progress_of(lifecycle).num_replaced == 0
 
 
 def test_an_empty_ledger_is_a_run_at_its_beginning():

@@ -234,6 +234,34 @@ def test_at_the_deadline_a_late_group_can_be_replaced_by_the_next():
     assert [a.groups for a in world.log if isinstance(a, TrainGroups)] == [(0, 2, 3, 4), (5, 6, 7, 8)]
 
 
+def late_rounds(world, rounds):
+    """Deadlines at which nobody has ended, each answered as cancelled."""
+    for number in range(1, rounds + 1):
+        stuck, now = world.orders[:], 10.0 * number
+        world.feed(Tick(now))
+        for order in stuck:
+            world.end(order, now=now, reason=Reason.DEADLINE, reward=None)
+
+
+def test_where_every_group_is_late_a_batch_replaces_as_many_as_it_holds_and_then_closes_masked():
+    world = World(make(num_batches=2, batch_deadline_s=10.0, on_deadline="replace"))
+    late_rounds(world, 2)
+    dropped = [a.group for a in world.log if isinstance(a, DropGroup)]
+    assert dropped == [0, 1, 2, 3]
+    closed = [(a.groups, a.deadlines) for a in world.log if isinstance(a, TrainGroups)]
+    assert closed == [((4, 5, 6, 7), 2)]
+    late_rounds(world, 1)
+    assert [a.group for a in world.log if isinstance(a, DropGroup)] == [0, 1, 2, 3, 8, 9, 10, 11], "each batch anew"
+
+
+def test_a_resumed_batch_goes_on_counting_what_it_replaced():
+    progress = Progress(consumed=frozenset({0, 1}), num_replaced=2)
+    world = World(make(progress, num_batches=1, batch_deadline_s=10.0, on_deadline="replace"))
+    late_rounds(world, 1)
+    assert not [a for a in world.log if isinstance(a, DropGroup)]
+    assert [a.groups for a in world.log if isinstance(a, TrainGroups)] == [(2, 3, 4, 5)]
+
+
 def test_episodes_that_never_started_do_not_hold_the_deadline_back():
     world = World(make(num_batches=1, group_size=4, max_running=2, batch_deadline_s=10.0))
     world.feed(Tick(10.0))
@@ -277,3 +305,9 @@ def test_warm_up_traces_come_in_epochs_whatever_the_batch_size():
 def test_training_without_tasks_is_refused_before_anything_starts():
     with pytest.raises(ValueError, match="no training tasks"):
         make(tasks=[])
+
+
+def test_a_batch_that_holds_more_groups_than_there_are_tasks_is_whole_and_trained():
+    world = World(make(num_batches=1, groups_per_batch=64, tasks=[f"t{n}" for n in range(63)]))
+    asked = Counter(order.task for order in world.orders)
+    assert (len(asked), sorted(asked.values())[-2:]) == (63, [1, 2]), "the 64th is the first of the next epoch"

@@ -26,11 +26,18 @@ class Spoken:
 
     answers: list[Message]
     asked: list[list[Message]] = field(default_factory=list)
+    cut: bool = False
+    """Whether every answer ended at the limit of its tokens."""
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[dict] = ()) -> ChatReply:
         self.asked.append(list(messages))
+        message = self.answers.pop(0)
         return ChatReply(
-            message=self.answers.pop(0), finish_reason=FinishReason.STOP, num_prompt_tokens=1, num_sampled_tokens=1
+            message=message,
+            finish_reason=FinishReason.LENGTH if self.cut else FinishReason.STOP,
+            num_prompt_tokens=1,
+            num_sampled_tokens=1,
+            malformed=self.cut and message.content.startswith("$"),
         )
 
 
@@ -133,6 +140,20 @@ async def test_several_calls_in_one_turn_run_in_order_and_answer_in_order():
     await BashHarness(HarnessConfig()).run(TASK, session, shell)
     assert [command.argv[2] for command in shell.commands] == ["a", "b"]
     assert [message.role for message in session.asked[1][-2:]] == ["tool", "tool"]
+
+
+async def test_half_a_command_is_never_run_and_the_model_is_told_until_it_stalls():
+    half = Message(role="assistant", content="$ rm -rf /tm")
+    session, shell = Spoken([half, half], cut=True), Shell()
+    assert await BashHarness(HarnessConfig(max_stalled_turns=2)).run(TASK, session, shell) is Reason.STALLED
+    assert not shell.commands
+    assert session.asked[1][-1].role == "tool" and "nothing of it was run" in session.asked[1][-1].content
+
+
+async def test_half_an_answer_is_no_end_of_the_agents_own():
+    session = Spoken([Message(role="assistant", content="The number of li")], cut=True)
+    assert await BashHarness(HarnessConfig()).run(TASK, session, Shell()) is Reason.TRUNCATED
+    assert Reason.TRUNCATED.trustworthy, "what it left behind is graded"
 
 
 async def test_silence_is_asked_about_and_ends_the_episode_when_it_goes_on():

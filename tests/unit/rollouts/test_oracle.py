@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from everlong.contracts.errors import SandboxError
+from everlong.contracts.ports import ExecResult
 from everlong.contracts.records import EpisodeOrder, Purpose, SamplingParams
 from everlong.contracts.tokens import NO_VERSION
 from everlong.engines.scripted import ScriptedEngine
@@ -34,6 +36,8 @@ class Accounts:
     async def turn_sampled(self, order, turn, num_tokens) -> None: ...
 
     async def tokens_discarded(self, order, num_tokens, reason) -> None: ...
+
+    async def call_uncounted(self, order, max_tokens, reason) -> None: ...
 
 
 async def test_the_trainable_tokens_say_the_commands_and_the_end(task: HarborTask):
@@ -90,8 +94,17 @@ async def test_an_oracle_leaves_no_sandbox_behind(task: HarborTask):
     assert not backend.sandboxes
 
 
+async def test_an_oracle_that_outlasts_the_time_to_live_is_a_sandbox_error(task: HarborTask):
+    backend = ScriptedBackend(lambda sandbox, command: ExecResult(exit_code=0, output=b"", elapsed_s=9.0))
+    play = {"renderer": ChatML(BYTES), "harness": BashHarness(HarnessConfig()), "backend": backend}
+    await oracle_trace(task, COMMANDS, **play, ttl_s=20.0)
+    with pytest.raises(SandboxError, match="10"):
+        await oracle_trace(task, COMMANDS, **play, ttl_s=10.0)
+    assert not backend.sandboxes
+
+
 class _FirstCommandIsText(ChatML):
     """A syntax in which calls cannot be told from text."""
 
-    def parse(self, ids, turn):
-        return super().parse([ord("x"), *ids], turn)
+    def parse(self, ids, turn, *, cut=False):
+        return super().parse([ord("x"), *ids], turn, cut=cut)

@@ -47,6 +47,9 @@ class Journal:
     async def tokens_discarded(self, order: EpisodeOrder, num_tokens: int, reason: str) -> None:
         self.facts.append((reason, num_tokens))
 
+    async def call_uncounted(self, order: EpisodeOrder, max_tokens: int, reason: str) -> None:
+        self.facts.append((f"uncounted, {reason}", 0))
+
 
 def says(*answers: str) -> Callable[[GenerateRequest], list[int]]:
     return lambda request: [*BYTES.encode(answers[min(request.key.turn, len(answers) - 1)]), END]
@@ -106,12 +109,18 @@ class World:
         return episode
 
 
+async def test_tokens_that_an_engine_counted_and_did_not_send_make_no_turn(task: HarborTask):
+    episode = await World(task, faults=(Fault.LOSE,)).run()
+    assert (episode.reason, episode.reward, episode.turns) == (Reason.ENGINE_FAILURE, None, ())
+    assert episode.num_discarded == len(BYTES.encode("$ echo hi")) and "reported" in episode.error
+
+
 async def test_an_answered_task_is_graded_and_every_turn_is_in_the_journal_first(task: HarborTask):
     world = World(task)
     episode = await world.run()
     assert (episode.reason, episode.reward, episode.error) == (Reason.DONE, 1.0, "")
     assert world.journal.facts == [("turn 0", 10), ("turn 1", 5)]
-    assert episode.metrics == {"forks": 0.0}
+    assert episode.metrics == {"forks": 0.0, "cut_calls": 0.0, "uncounted_calls": 0.0}
 
 
 async def test_a_failed_task_has_a_reward_of_0_that_teaches(task: HarborTask):

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from everlong.contracts.errors import EngineError, RequestAborted, WorkerDied
+from everlong.contracts.errors import EngineError, RequestAborted, StaleWeights, WorkerDied
 from everlong.contracts.records import (
     EngineStatus,
     EpisodeOrder,
@@ -23,7 +23,7 @@ from everlong.contracts.records import (
     decode_record,
     encode_record,
 )
-from everlong.contracts.tokens import TokenColumns
+from everlong.contracts.tokens import STREAMS, TokenColumns
 from everlong.engines.scripted import Fault, ScriptedEngine
 from everlong.rollouts.gateway.session import ContextFull, Session, SessionClosed, SessionLimits, TurnLimit
 from everlong.rollouts.messages import Message, ToolCall
@@ -75,7 +75,7 @@ class BareRenderer:
     def bridge(self, last_sampled, messages):
         return self.render(messages)
 
-    def parse(self, ids, turn):
+    def parse(self, ids, turn, *, cut=False):
         return ParsedTurn(content=self.tokenizer.decode(ids))
 
     def answer(self, message):
@@ -93,6 +93,9 @@ class Journal:
 
     async def tokens_discarded(self, order: EpisodeOrder, num_tokens: int, reason: str) -> None:
         await self._note(reason, num_tokens)
+
+    async def call_uncounted(self, order: EpisodeOrder, max_tokens: int, reason: str) -> None:
+        await self._note(f"uncounted, {reason}", max_tokens)
 
     async def _note(self, what: str, num_tokens: int) -> None:
         if self.write is not None:
@@ -177,8 +180,16 @@ async def test_sampled_ids_are_never_encoded_again():
     assert columns.trainable.astype(int).tolist() == [0, 0, 1, 1, 0]
     assert columns.logprobs[2:4].tolist() == pytest.approx([-0.1, -0.2])
     assert np.isnan(columns.logprobs[[0, 1, 4]]).all()
-    assert tree.drift([20, 21, 7, 30]) == 2
     assert session.num_forks == 0
+
+
+async def test_a_history_that_a_client_encoded_again_is_counted_and_deviates_at_a_known_token():
+    session = make_session(FakeEngine([reply([5, 6]), reply([7])]), BareRenderer())
+    await session.chat([user("pr")])
+    await session.chat([user("prabok")])
+    tree, last = EpisodeTree(session.turns), session.turns[1]
+    assert tree.prompt_ids(last).tolist() == [20, 21, 7, 30]
+    assert (session.num_forks, tree.departure(last)) == (1, 2)
 
 
 async def test_the_separator_behind_a_turn_is_there_once_and_is_context():
@@ -247,6 +258,43 @@ async def test_an_echo_in_other_json_continues_the_turn(echo: ToolCall):
     await session.chat([user("u"), Message(role="assistant", tool_calls=(echo,)), tool("ok")])
     assert [turn.parent for turn in session.turns] == [-1, 0]
     assert session.num_forks == 0
+
+
+async def test_a_call_that_was_cut_at_the_limit_is_no_call_and_is_counted():
+    session = make_session(scripted("$ rm -rf /tmp/x"), ChatML(BYTES), max_tokens=8)
+    first = await session.chat([user("u")])
+    assert (first.message.tool_calls, first.message.content, first.malformed) == ((), "$ rm -rf", True)
+    await session.chat([user("u"), first.message, tool("cut")])
+    assert [turn.parent for turn in session.turns] == [-1, 0], "its echo continues it"
+    assert session.num_cut_calls == 2
+
+
+async def test_a_whole_call_in_a_turn_that_was_cut_behind_it_is_one():
+    session = make_session(scripted(HERMES + "<tool_call>" + "x" * 99), ChatML(BYTES, "hermes"), max_tokens=110)
+    reply = await session.chat([user("u")])
+    assert [call.name for call in reply.message.tool_calls] == ["bash"] and reply.cut and session.num_cut_calls == 1
+
+
+ECHOES = {
+    "space around what the assistant said": ("assistant", "one", " one\n", True),
+    "space within what the assistant said": ("assistant", "one two", "one  two", False),
+    "space at the end of a question": ("user", "u", "u ", False),
+    "the indentation of a tool's output": ("tool", "  x: 1", "x: 1", False),
+    "a line break in the instructions": ("system", "be brief\n", "be brief", False),
+}
+
+
+@pytest.mark.parametrize("name", ECHOES)
+async def test_an_edit_of_space_forks_unless_nothing_that_the_model_reads_changes(name: str):
+    role, said, echoed, same = ECHOES[name]
+    session = make_session(scripted("one two" if said == "one two" else "one", "2"), ChatML(BYTES))
+    before = [] if role == "assistant" else [Message(role=role, content=said)]
+    first = await session.chat([*before, user("v")])
+    edited = [] if role == "assistant" else [Message(role=role, content=echoed)]
+    answer = Message(role="assistant", content=echoed) if role == "assistant" else first.message
+    await session.chat([*edited, user("v"), answer, user("w")])
+    assert [turn.parent for turn in session.turns] == [-1, 0 if same else -1]
+    assert session.num_forks == (0 if same else 1)
 
 
 async def test_a_history_that_was_rewritten_forks_and_is_counted():
@@ -380,6 +428,7 @@ LIES: dict[str, tuple[Answer, str]] = {
     "no temperature": (forged(temperatures=nan(np.nan, np.nan)), "temperature"),
     "another request": (lambda r: msgspec.structs.replace(reply([5, 6])(r), request_id="other"), "other"),
     "more than was asked": (reply([5] * 65), "65"),
+    "fewer ids than it reported": (lambda r: msgspec.structs.replace(reply([5, 6])(r), num_reported=3), "reported 3"),
 }
 
 
@@ -395,6 +444,19 @@ async def test_a_reply_that_cannot_be_is_refused_and_its_tokens_are_discarded(li
     assert (session.num_discarded, session.turns) == (num_tokens, ())
     await session.chat([user("p")])
     assert [turn.sampled.ids.tolist() for turn in session.turns] == [[5]], "the session goes on"
+
+
+async def test_a_retry_starts_every_stream_anew():
+    cut = reply([5, 6, 7], [-0.1, -0.2, -0.3])
+    aborted = lambda request: msgspec.structs.replace(cut(request), finish_reason=FinishReason.ABORT)  # noqa: E731
+    session = make_session(FakeEngine([aborted, reply([8, 9], [-0.4, -0.5])]), BareRenderer())
+    with pytest.raises(RequestAborted):
+        await session.chat([user("p")])
+    await session.chat([user("p")])
+    (turn,) = session.turns
+    assert [len(getattr(turn.sampled, stream)) for stream in (*STREAMS, "kept")] == [2] * (len(STREAMS) + 1)
+    assert turn.sampled.logprobs.tolist() == pytest.approx([-0.4, -0.5])
+    assert session.num_discarded == 3
 
 
 async def test_a_reply_without_tokens_is_an_engine_failure():
@@ -445,13 +507,44 @@ async def test_an_engine_that_ignores_the_abort_is_not_waited_for_longer_than_th
     monkeypatch.setattr("everlong.rollouts.gateway.session.ABORT_GRACE_S", 0.01)
     engine = FakeEngine([reply([5])], held=True)
     engine.abort = lambda request_ids: asyncio.sleep(3600)
-    session = make_session(engine, BareRenderer())
+    journal = Journal()
+    session = make_session(engine, BareRenderer(), journal)
     call = asyncio.create_task(session.chat([user("p")]))
     await asyncio.sleep(0.01)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(call, 10)
     assert session.turns == () and not session.lock.locked()
+    assert journal.facts == [("uncounted, engine_silent", 64)], "nobody knows how many, and that is said"
+    assert (session.num_uncounted, session.num_discarded) == (1, 0)
+
+
+@pytest.mark.parametrize("cancelled", [False, True], ids=["while it is awaited", "while it is cancelled"])
+async def test_a_call_whose_engine_breaks_is_told_as_uncounted(cancelled: bool):
+    def breaks(request: GenerateRequest) -> GenerateReply:
+        raise EngineError("the engine broke in a step")
+
+    journal = Journal()
+    session = make_session(FakeEngine([breaks], held=cancelled), BareRenderer(), journal)
+    call = asyncio.create_task(session.chat([user("p")]))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    if cancelled:
+        call.cancel()
+    with pytest.raises(asyncio.CancelledError if cancelled else EngineError):
+        await call
+    assert journal.facts == [("uncounted, engine_failure", 64)] and session.num_uncounted == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("too long"), StaleWeights("pull 3 first")], ids=["refused", "stale"])
+async def test_a_request_that_never_ran_leaves_nothing_uncounted(error: Exception):
+    def refuses(request: GenerateRequest) -> GenerateReply:
+        raise error
+
+    journal = Journal()
+    with pytest.raises(EngineError):
+        await make_session(FakeEngine([refuses]), BareRenderer(), journal).chat([user("p")])
+    assert journal.facts == []
 
 
 async def test_a_cancellation_while_the_journal_writes_leaves_tree_and_journal_agreeing():

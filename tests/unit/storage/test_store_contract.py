@@ -7,21 +7,17 @@ import pytest
 
 from everlong.contracts.errors import AlreadyExists, NotFound, StoreError
 from everlong.contracts.ports import ObjectStore
-from everlong.storage import PrefixStore, open_store
+from everlong.storage import open_store
 
 
-@pytest.fixture(params=["memory", "folder", "file-url", "below-a-prefix"])
+@pytest.fixture(params=["memory", "folder", "file-url"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     match request.param:
         case "memory":
             return open_store("memory://")
         case "folder":
             return open_store(str(tmp_path / "new" / "store"))
-        case "file-url":
-            return open_store((tmp_path / "with space").as_uri())
-    outer = open_store("memory://")
-    outer.put("elsewhere", b"not mine")
-    return PrefixStore(outer, "runs/first/")
+    return open_store((tmp_path / "with space").as_uri())
 
 
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 5000], ids=["empty", "one-byte", "1.3-MB"])
@@ -83,15 +79,6 @@ def test_keys_that_some_backend_would_misread_are_refused(store: ObjectStore, ke
     for act in (store.get, store.delete, lambda k: store.put(k, b""), lambda k: store.create(k, b"")):
         with pytest.raises(ValueError, match="object key"):
             act(key)
-
-
-def test_prefix_view_sees_only_what_lies_below() -> None:
-    outer = open_store("memory://")
-    weights = PrefixStore(outer, "weights")
-    weights.put("v1", b"1")
-    outer.put("weightsx/v2", b"2")
-    assert weights.list("") == ["v1"]
-    assert outer.list("weights") == ["weights/v1"]
 
 
 def test_folder_store_keeps_objects_for_the_next_process_that_opens_it(tmp_path: Path) -> None:

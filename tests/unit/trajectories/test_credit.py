@@ -1,9 +1,10 @@
 import itertools
 
+import numpy as np
 import pytest
 
 from everlong.contracts.errors import Reason
-from everlong.contracts.records import Episode, EpisodeOrder, FinishReason, Purpose, Turn, Verdict
+from everlong.contracts.records import MAX_REWARD, Episode, EpisodeOrder, FinishReason, Purpose, Turn, Verdict
 from everlong.contracts.tokens import TokenColumns
 from everlong.trajectories.credit import CreditConfig, score_group
 
@@ -113,7 +114,7 @@ def test_credit_does_not_depend_on_the_order_of_the_episodes():
 
 
 def test_reward_that_is_no_number_and_episode_that_comes_twice_are_refused():
-    with pytest.raises(ValueError, match="finite number or None"):
+    with pytest.raises(ValueError, match="a verdict is a finite number"):
         scored([1.0, float("nan")], GRPO)
     with pytest.raises(ValueError, match="holds an episode twice"):
         score_group(0, "t", [episode(0, 1.0), episode(0, 0.0)], GRPO)
@@ -122,3 +123,34 @@ def test_reward_that_is_no_number_and_episode_that_comes_twice_are_refused():
 def test_leave_one_out_is_refused_with_a_deviation():
     with pytest.raises(ValueError, match="set scale to none, or leave_one_out to false"):
         CreditConfig(scale="std_sample", leave_one_out=True)
+
+
+@pytest.mark.parametrize("config", [DR_GRPO, RLOO, GRPO, POPULATION], ids=["Dr. GRPO", "RLOO", "sample", "population"])
+def test_credit_of_the_largest_rewards_is_a_finite_float32(config):
+    credits = scored([MAX_REWARD, -MAX_REWARD], config).credits
+    assert np.isfinite(np.array(credits, np.float32)).all() and credits[0] > 0 > credits[1]
+
+
+@pytest.mark.parametrize("reward", [1e39, -1e39, float("inf"), float("nan")])
+def test_a_reward_that_would_make_credit_infinite_is_refused(reward):
+    with pytest.raises(ValueError, match="a verdict is a finite number of at most"):
+        scored([1, reward], DR_GRPO)
+
+
+def test_shuffled_credits_are_the_same_ones_dealt_at_random_and_alike_at_every_call():
+    plain, shuffled = CreditConfig(), CreditConfig(shuffled=True)
+    rewards = [0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    orders = set()
+    for group in range(50):
+        episodes = [episode(attempt, reward, group=group) for attempt, reward in enumerate(rewards)]
+        dealt = score_group(group, "t", episodes, shuffled).credits
+        assert sorted(dealt) == sorted(score_group(group, "t", episodes, plain).credits)
+        assert dealt == score_group(group, "t", episodes, shuffled).credits
+        orders.add(dealt)
+    assert len(orders) > 15  # of 28
+
+
+def test_shuffling_gives_no_credit_to_an_episode_without_a_verdict():
+    credits = scored([None, 1.0, 0.0, None], CreditConfig(shuffled=True)).credits
+    assert credits[0] is None and credits[3] is None
+    assert None not in credits[1:3]

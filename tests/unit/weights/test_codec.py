@@ -6,7 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from everlong.weights.codec import WIDE_GAP, apply_delta, count_changed, decode_full, encode_delta, encode_full
+from everlong.weights.codec import (
+    WIDE_GAP,
+    apply_delta,
+    apply_steps,
+    count_changed,
+    decode_full,
+    encode_delta,
+    encode_full,
+    encode_steps,
+)
 from everlong.weights.tensors import BITS, RawTensor
 
 SPECIAL = {
@@ -33,12 +42,18 @@ def pairs(draw: st.DrawFn) -> tuple[RawTensor, RawTensor]:
     return tensor(dtype, old), tensor(dtype, np.select([which == 0, which == 1], [old, near], other))
 
 
-@given(pairs())
-@settings(max_examples=150, deadline=None)
-def test_delta_restores_any_bit_pattern(pair: tuple[RawTensor, RawTensor]) -> None:
+CODINGS = pytest.mark.parametrize(
+    ("encode", "apply"), [(encode_delta, apply_delta), (encode_steps, apply_steps)], ids=["gaps", "steps"]
+)
+
+
+@CODINGS
+@given(pair=pairs())
+@settings(max_examples=100, deadline=None)
+def test_delta_restores_any_bit_pattern(pair: tuple[RawTensor, RawTensor], encode, apply) -> None:
     old, new = pair
     before = old.bits.copy()
-    applied = apply_delta(old, encode_delta(old, new))
+    applied = apply(old, encode(old, new))
     assert np.array_equal(applied.bits, new.bits) and applied.shape == new.shape
     assert np.array_equal(old.bits, before)
 
@@ -57,14 +72,16 @@ def test_wide_gaps_and_far_steps_escape(gap: int, steps: int) -> None:
     new = tensor("bfloat16", old.bits.copy())
     new.bits[[0, gap + 1, gap + 2]] += np.uint16(steps % 65536)
     assert np.array_equal(apply_delta(old, encode_delta(old, new)).bits, new.bits)
+    assert np.array_equal(apply_steps(old, encode_steps(old, new)).bits, new.bits)
 
 
-def test_every_bfloat16_pattern_goes_to_every_special_one_and_back() -> None:
+@CODINGS
+def test_every_bfloat16_pattern_goes_to_every_special_one_and_back(encode, apply) -> None:
     every = tensor("bfloat16", np.arange(65536))
     for special in SPECIAL["bfloat16"]:
         one = tensor("bfloat16", np.full(65536, special))
-        assert np.array_equal(apply_delta(every, encode_delta(every, one)).bits, one.bits)
-        assert np.array_equal(apply_delta(one, encode_delta(one, every)).bits, every.bits)
+        assert np.array_equal(apply(every, encode(every, one)).bits, one.bits)
+        assert np.array_equal(apply(one, encode(one, every)).bits, every.bits)
 
 
 def test_one_unit_in_the_last_place_is_one_change_of_three() -> None:
@@ -105,6 +122,8 @@ def test_damaged_payload_is_a_value_error(cut: int) -> None:
     with pytest.raises(ValueError):
         apply_delta(old, encode_delta(old, new)[:cut])
     with pytest.raises(ValueError):
+        apply_steps(old, encode_steps(old, new)[:cut])
+    with pytest.raises(ValueError):
         decode_full(encode_full(new)[:cut], "bfloat16", (1000,))
 
 
@@ -112,17 +131,33 @@ def test_delta_for_a_larger_tensor_is_a_value_error() -> None:
     old, new = tensor("bfloat16", np.zeros(10)), tensor("bfloat16", np.ones(10))
     with pytest.raises(ValueError, match="changes value 9 of a tensor with 5 values"):
         apply_delta(tensor("bfloat16", np.zeros(5)), encode_delta(old, new))
+    with pytest.raises(ValueError, match="0 far values need 0 bytes, got 5"):
+        apply_steps(tensor("bfloat16", np.zeros(5)), encode_steps(old, new))
+    with pytest.raises(ValueError, match="each of 11 values"):
+        apply_steps(tensor("bfloat16", np.zeros(11)), encode_steps(old, new))
+
+
+def adam_like(step: float) -> tuple[RawTensor, RawTensor]:
+    """Weights before and after float32 masters moved by at most `step` each, as they are published."""
+    rng = np.random.default_rng(0)
+    master = rng.normal(0, 0.02, 200_000).astype(np.float32)
+    moved = master + rng.uniform(-step, step, 200_000).astype(np.float32)
+    old, new = (
+        tensor("bfloat16", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
+        for bits in (master.view(np.uint32), moved.view(np.uint32))
+    )
+    return old, new
+
+
+def test_a_step_for_every_value_is_no_larger_once_most_values_changed() -> None:
+    old, new = adam_like(2e-4)
+    assert count_changed(old, new) > old.size / 2
+    assert len(encode_steps(old, new)) <= 1.05 * len(encode_delta(old, new)) < new.bits.nbytes / 2
+    old, new = adam_like(1e-6)
+    assert len(encode_delta(old, new)) < len(encode_steps(old, new))
 
 
 def test_sparse_adam_like_step_is_fifty_times_smaller_than_dense() -> None:
-    rng = np.random.default_rng(0)
-    master = rng.normal(0, 0.02, 200_000).astype(np.float32)
-
-    def published(values: np.ndarray) -> RawTensor:
-        bits = values.view(np.uint32)
-        return tensor("bfloat16", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
-
-    old = published(master)
-    new = published(master + rng.uniform(-1e-6, 1e-6, 200_000).astype(np.float32))
+    old, new = adam_like(1e-6)
     assert 0.015 < count_changed(old, new) / old.size < 0.035
     assert len(encode_delta(old, new)) < new.bits.nbytes / 50

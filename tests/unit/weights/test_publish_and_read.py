@@ -110,6 +110,19 @@ def test_codec_is_chosen_per_tensor(store: ObstoreStore) -> None:
     assert codecs == {"drifting": Codec.DELTA, "frozen": Codec.SAME, "redrawn": Codec.FULL}
 
 
+@pytest.mark.parametrize(("num_changed", "codec"), [(333, Codec.DELTA), (334, Codec.STEPS), (1000, Codec.STEPS)])
+def test_where_more_than_a_third_changed_every_value_has_a_step(
+    store: ObstoreStore, num_changed: int, codec: Codec
+) -> None:
+    bits = np.random.default_rng(0).integers(0x3C00, 0x3F00, 1000)
+    old, new = version(0, *bits), version(1, *(bits + (np.arange(1000) < num_changed)))
+    publish_chain(store, [old, new])
+    manifest = load_manifest(store, 1)
+    assert manifest is not None and [entry.codec for entry in manifest.tensors] == [codec]
+    assert manifest.num_changed == num_changed
+    assert equal(WeightReader(store).read(1, old), new)
+
+
 def test_minus_zero_subnormals_and_infinities_arrive_exactly(store: ObstoreStore) -> None:
     old = version(0, 0x0000, 0x3F80, 0x0001, 0x7F80, 0x4000)
     new = version(1, 0x8000, 0xFF80, 0x0000, 0x7F80, 0x4000)

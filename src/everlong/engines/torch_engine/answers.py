@@ -63,6 +63,7 @@ class Answer:
             finish_reason=reason,
             stop_match=self.stop_match,
             num_cached_tokens=self.sequence.num_cached or 0,
+            num_reported=self.sequence.num_sampled,
         )
         self.reply.set_result(reply)
 

@@ -61,6 +61,7 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -138,6 +139,7 @@ class Transcript:
         self._num_wanted: int | None = None
         """Tokens up to and with the one that completed a stop string; what came after it was never asked for."""
         self._num_cached = 0
+        self._num_reported: int | None = None
 
     def feed(self, data: bytes | str) -> bool:
         """Take one chunk. True once the server need not go on. Raises EngineError for what no honest server sends."""
@@ -147,8 +149,10 @@ class Transcript:
             raise self._refusal(f"sent a chunk that cannot be read ({error}): {data[:200]!r}") from error
         if chunk.error is not None:
             raise self._refusal(f"failed: {chunk.error.message}")
-        if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
-            self._num_cached = chunk.usage.prompt_tokens_details.cached_tokens or 0
+        if chunk.usage is not None:
+            self._num_reported = chunk.usage.completion_tokens
+            if chunk.usage.prompt_tokens_details is not None:
+                self._num_cached = chunk.usage.prompt_tokens_details.cached_tokens or 0
         for choice in chunk.choices:
             self._take(choice)
         return self._num_wanted is not None
@@ -156,6 +160,7 @@ class Transcript:
     def reply(self) -> GenerateReply:
         """Raises EngineError where something is missing."""
         reason = self._reason()
+        num_unwanted = 0 if self._num_wanted is None else len(self._ids) - self._num_wanted
         versions = self._versions()[: self._num_wanted]
         try:
             columns = TokenColumns.sampled_tokens(
@@ -173,6 +178,7 @@ class Transcript:
             finish_reason=reason,
             stop_match=self._stop_match,
             num_cached_tokens=self._num_cached,
+            num_reported=None if self._num_reported is None else self._num_reported - num_unwanted,
         )
 
     def _take(self, choice: _Choice) -> None:

@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 import posixpath
-import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from everlong.contracts.errors import Reason, SandboxError
-from everlong.contracts.ports import Command, ExecResult, Mount, Sandbox, SandboxSpec
-from everlong.contracts.records import Verdict
+from everlong.contracts.ports import Command, ExecResult, Mount, Sandbox, SandboxBackend, SandboxSpec
+from everlong.contracts.records import MAX_REWARD, Verdict
 from everlong.environments.tasks.content_hash import content_hash
-from everlong.environments.tasks.harbor import HarborTask
+from everlong.environments.tasks.harbor import VERDICT_FOLDER, HarborTask
 
-VERDICT_FOLDER = "/logs/verifier"
 REWARD_FILES = (f"{VERDICT_FOLDER}/reward.json", f"{VERDICT_FOLDER}/reward.txt")
 """In the order in which they are believed."""
 
@@ -28,6 +27,8 @@ MARGIN_S = 5.0
 _ATTEMPTS = 3
 _OUTPUT_CHARS = 4000
 _REWARD_BYTES = 1 << 16
+_TEXT_BYTES = 1 << 20
+"""A larger file of the tests is data."""
 _PINNED_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     # Not the workdir, which is the agent's: tools load settings and code from their home.
@@ -67,6 +68,32 @@ def check_time_budget(agent_timeout_s: float, verifier_timeout_s: float, ttl_s: 
             f"a sandbox must live longer than {needed_s:g} s (agent {agent_timeout_s:g} s, verifier {verifier_timeout_s:g} s, "
             f"margin {MARGIN_S:g} s), got ttl {ttl_s:g} s: raise the ttl or shorten the time limits"
         )
+
+
+def fixed_verdict_path(task: HarborTask) -> str | None:
+    """Why the task's verdict would be lost where commands do not see the sandbox's own paths; None where it is not.
+
+    A file of the tests that names the verdict's folder must take `EVERLONG_ROOT` into account; that is all that is looked at.
+    """
+    for path in sorted(Path(task.tests).rglob("*")):
+        if path.is_file() and path.stat().st_size <= _TEXT_BYTES:
+            text = path.read_bytes()
+            if VERDICT_FOLDER.encode() in text and b"EVERLONG_ROOT" not in text:
+                return (
+                    f"tests/{path.relative_to(task.tests)} of task {task.id} names {VERDICT_FOLDER}, which without namespaces "
+                    f'(isolation none) is a folder of this machine: write to "$EVERLONG_ROOT{VERDICT_FOLDER}" (it is empty with '
+                    "namespaces), or run where namespaces can be had"
+                )
+    return None
+
+
+async def check_verdict_paths(tasks: Iterable[HarborTask], backend: SandboxBackend) -> None:
+    """Raises ValueError for tasks whose verdict could not be found in this backend's sandboxes, SandboxError where it has none."""
+    if (await backend.probe()).real_paths:
+        return
+    if lost := [why for task in tasks if (why := fixed_verdict_path(task)) is not None]:
+        more = f"; and {len(lost) - 1} tasks more" if len(lost) > 1 else ""
+        raise ValueError(f"{lost[0]}{more}")
 
 
 async def _planted(sandbox: Sandbox) -> tuple[str, ...]:
@@ -130,8 +157,8 @@ def parse_reward(raw: bytes, name: str) -> float:
     value: object = json.loads(text) if name.endswith(".json") else _number(text, name)
     if isinstance(value, dict):
         value = value.get("reward")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        raise ValueError(f"{name} must hold a finite number, got {text[:80]!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_REWARD:
+        raise ValueError(f"{name} must hold a finite number of at most {MAX_REWARD:.3g}, got {text[:80]!r}")
     return float(value)
 
 

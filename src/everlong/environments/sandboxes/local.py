@@ -222,6 +222,10 @@ class LocalBackend:
         self._probing = asyncio.Lock()
         self._found: tuple[Place, Capabilities] | None = None
 
+    @property
+    def scratch(self) -> Path:
+        return self.claim.folder
+
     async def probe(self) -> Capabilities:
         """Run a command once in every allowed way until one works. Raises SandboxError where none does."""
         return (await self._find())[1]
@@ -304,5 +308,10 @@ def describe(place: Place, process_limit: bool, failures: list[str]) -> Capabili
     if not caged:
         notes.insert(0, "without namespaces a command may do what this user may do, network included")
     return Capabilities(
-        isolation=place.isolation, network_off=caged, memory_limit=True, process_limit=True, reason="; ".join(notes)
+        isolation=place.isolation,
+        network_off=caged,
+        memory_limit=True,
+        process_limit=True,
+        real_paths=caged,
+        reason="; ".join(notes),
     )

@@ -17,5 +17,5 @@ _LOG = logging.getLogger(__name__)
 def open_backend(config: SandboxConfig, run_folder: Path, warn: Callable[[str], None] = _LOG.warning) -> SandboxBackend:
     """The backend that `config` names; `warn` is told once if it isolates less than it could. Raises SandboxError."""
     if config.type == "scripted":
-        return ScriptedBackend()
+        return ScriptedBackend(scratch=run_folder)
     return LocalBackend(config.root or run_folder / "sandboxes", isolation=config.isolation, warn=warn)

@@ -10,7 +10,10 @@ import fcntl
 import os
 import select
 import signal
+import stat
 import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from everlong.environments.sandboxes.folders import remove_tree
@@ -19,15 +22,16 @@ from everlong.environments.sandboxes.memory_group import make_group, remove_grou
 MARKER = "EVERLONG_SANDBOX"
 """Environment variable by which a sandbox's processes are found where no namespace holds them together."""
 _GROUPS = "memory_groups"
+_PREFIX = "run-"
 
 
 class Claim:
     """A fresh folder below `root` that belongs to this process until `release`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, prefix: str = _PREFIX) -> None:
         root.mkdir(parents=True, exist_ok=True)
         while True:
-            self.folder = Path(tempfile.mkdtemp(prefix="run-", dir=root))
+            self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
             lock = _try_lock(self.folder / "lock", create=True)
             if lock is not None:
                 self._lock = lock
@@ -48,11 +52,26 @@ class Claim:
             self._lock = -1
 
 
-def sweep(root: Path) -> list[Path]:
-    """Remove every folder below `root` whose manager is dead, with its processes and groups; gives their paths."""
+@contextmanager
+def scratch_folder(purpose: str, root: Path | None = None) -> Generator[Path]:
+    """A folder that is gone after the block; what killed processes left of the same purpose is removed first.
+
+    `root`: None is the system's temporary folder.
+    """
+    place, prefix = root or Path(tempfile.gettempdir()), f"everlong-{purpose}-"
+    claim = Claim(place, prefix)
+    try:
+        sweep(place, prefix)
+        yield claim.folder
+    finally:
+        claim.release()
+
+
+def sweep(root: Path, prefix: str = _PREFIX) -> list[Path]:
+    """Remove every folder of ours below `root` whose manager is dead, with its processes and groups; gives their paths."""
     swept = []
-    for folder in sorted(root.glob("run-*")):
-        lock = _try_lock(folder / "lock", create=False)
+    for folder in sorted(root.glob(f"{prefix}*")):
+        lock = _try_lock(folder / "lock", create=False) if _is_ours(folder) else None
         if lock is None:
             continue
         try:
@@ -61,6 +80,15 @@ def sweep(root: Path) -> list[Path]:
         finally:
             os.close(lock)
     return swept
+
+
+def _is_ours(folder: Path) -> bool:
+    """In a folder that everybody writes to, somebody may have put a link or a trap under such a name."""
+    try:
+        status = folder.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def _clear(folder: Path) -> None:

@@ -98,8 +98,9 @@ class ScriptedSandbox:
 class ScriptedBackend:
     """`now_s` is its clock: seconds that pass only by what `respond` says a command took, and by assignment."""
 
-    def __init__(self, respond: Respond | None = None) -> None:
+    def __init__(self, respond: Respond | None = None, scratch: Path | None = None) -> None:
         self.respond: Respond = respond or interpret
+        self.scratch = scratch
         self.now_s = 0.0
         self.sandboxes: dict[str, ScriptedSandbox] = {}
 

@@ -20,6 +20,8 @@ from everlong.environments.tasks.dockerfile import Copy, Plan, read_dockerfile
 from everlong.environments.tasks.manifest import TaskToml, parse_manifest, unsupported, wants_network
 
 DEFAULT_WORKDIR = "/app"
+VERDICT_FOLDER = "/logs/verifier"
+"""Where a verifier writes what it found."""
 _RESERVED = ("/tests", "/solution", "/logs", "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/dev", "/sys")
 _TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
@@ -45,6 +47,8 @@ class HarborTask(Record, frozen=True, kw_only=True):
     """Empty folders at the start, relative to the workdir."""
     verifier_env: dict[str, str] = {}
     solution_env: dict[str, str] = {}
+    evaluate_only: bool = False
+    """`metadata.evaluate_only`: a public benchmark, which no run may train on."""
     notes: tuple[str, ...] = ()
     """What is read differently from the format's own runner."""
     ignored_keys: tuple[str, ...] = ()
@@ -79,6 +83,7 @@ def read_task(folder: Path, environ: Mapping[str, str] | None = None) -> HarborT
         folders=folders,
         verifier_env=_resolve(values.verifier.env, environ, folder),
         solution_env=_resolve(values.solution.env, environ, folder),
+        evaluate_only=values.metadata.get("evaluate_only") is True,
         notes=_notes(values, plan, manifest.ignored_keys),
         ignored_keys=manifest.ignored_keys,
     )

@@ -1,4 +1,4 @@
-"""`task.toml` of a Harbor task: schema 1.0 (`version`) to 1.4 (`schema_version`), read with tolerance and written as 1.4.
+"""`task.toml` of a Harbor task: schema 1.0 (`version`) to 1.4 (`schema_version`), read with tolerance as 1.4.
 
 Unknown keys are kept and named, legacy keys become today's, and what everlong cannot honour is listed by name.
 """
@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from everlong.contracts.records import Record
-from everlong.environments.tasks.toml_writer import write_toml
 
 SCHEMA_VERSION = "1.4"
 _KNOWN_VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
@@ -101,11 +100,6 @@ def parse_manifest(text: str, where: str) -> Manifest:
     except (tomllib.TOMLDecodeError, msgspec.ValidationError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
     return Manifest(values=values, data=data, ignored_keys=tuple(_unknown(data, TaskToml)))
-
-
-def render_manifest(manifest: Manifest) -> str:
-    """The manifest as a schema 1.4 file; `parse_manifest` gives the same manifest again."""
-    return write_toml(manifest.data)
 
 
 def unsupported(values: TaskToml) -> list[str]:

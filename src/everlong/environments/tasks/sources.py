@@ -48,8 +48,14 @@ class RunTasks(Record, frozen=True, kw_only=True):
 
 
 def read_run_tasks(config: TasksConfig) -> RunTasks:
-    """Both sets of a run. Raises ValueError where a held-out task is also trained: by id or by content."""
+    """Both sets of a run. Raises ValueError where a held-out task is also trained, by id or by content, and where a task
+    that is for evaluation only would train."""
     tasks = RunTasks(train=read_tasks(config.train), eval=read_tasks(config.eval))
+    if kept := [task for task in tasks.train if task.evaluate_only]:
+        raise ValueError(
+            f"{len(kept)} train tasks are for evaluation only (metadata.evaluate_only), first {kept[0].id}: name their folder in "
+            "tasks.eval, or with `everlong eval --tasks`"
+        )
     trained = {key for task in tasks.train for key in (task.id, task.task.content_hash)}
     leaked = [task for task in tasks.eval if task.id in trained or task.task.content_hash in trained]
     if leaked:

@@ -11,15 +11,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fcntl
-import importlib
 import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from everlong.contracts.import_path import load_named
 from everlong.contracts.ports import Engine, Trainer
 from everlong.orchestrator.cells.frames import (
     METHODS,
@@ -56,14 +55,6 @@ class Cell:
             await self.trainer.close()
 
 
-def load_factory(path: str) -> Callable[[str], Cell]:
-    """The function that `package.module:function` names. Raises ValueError for a path of another form."""
-    module, _, name = path.partition(":")
-    if not name:
-        raise ValueError(f"a factory path reads package.module:function, got {path!r}")
-    return getattr(importlib.import_module(module), name)
-
-
 async def _answer(cell: Cell, call: Call, writer: asyncio.StreamWriter) -> None:
     try:
         takes, gives = METHODS[call.method]
@@ -93,7 +84,7 @@ async def _main(socket_fd: int, factory: str, config: str) -> None:
     os.set_inheritable(socket_fd, False)
     reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=socket_fd), limit=1 << 26)
     try:
-        cell = load_factory(factory)(config)
+        cell = load_named(factory)(config)
     except Exception as error:
         write_frame(writer, failure_of(0, error))
         await writer.drain()

@@ -3,7 +3,8 @@
 A prompt is the stored ids of the turn that the messages continue, plus a bridge for what is new. Messages that continue
 no stored turn are rendered whole; then the tree decides by token ids whether that is a fork.
 
-Every sampled token is told to the journal, as a turn or as discarded, also when the caller is cancelled half-way. An
+Every sampled token is told to the journal, as a turn or as discarded, also when the caller is cancelled half-way; where
+an engine broke or fell silent and the number cannot be known, the call is told instead. An
 agent in this process sees an answer after that; over HTTP the answer is delivered first, and the next call waits for it.
 """
 
@@ -17,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from everlong.contracts.errors import EngineError, EverlongError, RequestAborted
+from everlong.contracts.errors import EngineError, EverlongError, RequestAborted, StaleWeights
 from everlong.contracts.ports import Engine
 from everlong.contracts.records import (
     EpisodeOrder,
@@ -58,6 +59,10 @@ class Journal(Protocol):
 
     async def tokens_discarded(self, order: EpisodeOrder, num_tokens: int, reason: str) -> None: ...
 
+    async def call_uncounted(self, order: EpisodeOrder, max_tokens: int, reason: str) -> None:
+        """A call ended and nobody can say how many tokens, up to `max_tokens`, the engine had sampled for it."""
+        ...
+
 
 class SessionLimits(Record, frozen=True, kw_only=True):
     max_turns: int
@@ -73,6 +78,11 @@ class ChatReply(Record, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     malformed: bool = False
     turn: int = -1
+
+    @property
+    def cut(self) -> bool:
+        """Whether the turn ended at its limit of tokens."""
+        return self.finish_reason is FinishReason.LENGTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +131,10 @@ class Session:
         """One per turn."""
         self._num_calls = 0
         self.num_discarded = 0
+        self.num_uncounted = 0
+        """Calls that ended without saying how many tokens they had sampled."""
+        self.num_cut_calls = 0
+        """Turns that ended at their limit within a tool call, which therefore did not run."""
         self.refusal: Exception | None = None
         """Why the last call gave no answer; None after one that did. An agent may keep it to itself, the runner asks."""
         self.closed = asyncio.Event()
@@ -176,7 +190,9 @@ class Session:
         self._num_calls += 1
         reply = await self._generate(request)
         await self._check(request, reply)
-        parsed = self._renderer.parse(reply.columns.ids.tolist(), self._num_calls - 1)
+        cut = reply.finish_reason is FinishReason.LENGTH
+        parsed = self._renderer.parse(reply.columns.ids.tolist(), self._num_calls - 1, cut=cut)
+        self.num_cut_calls += cut and parsed.malformed
         answer = Message(
             role="assistant", content=parsed.content, reasoning=parsed.reasoning, tool_calls=parsed.tool_calls
         )
@@ -207,6 +223,9 @@ class Session:
             return generation.result()
         except ValueError as error:
             raise EngineError(f"the engine refused {request.request_id}: {error}") from error
+        except EngineError as error:
+            await _to_the_end(self._uncounted(request, error))
+            raise
 
     async def _abandon(self, request: GenerateRequest, generation: asyncio.Future[GenerateReply]) -> None:
         """Nobody waits for the answer any more: make the engine stop, and account for what it had sampled."""
@@ -217,6 +236,8 @@ class Session:
         ended, _ = await asyncio.gather(generation, aborting, return_exceptions=True)
         if isinstance(ended, GenerateReply):
             await self._discard(len(ended.columns), "aborted")
+        else:
+            await self._uncounted(request, ended)
 
     async def _record(self, pending: Pending) -> ChatReply:
         turn = len(self._tree.turns)
@@ -225,6 +246,15 @@ class Session:
         self._tree.add(pending.prompt_ids, reply.columns, reply.finish_reason, reply.request_id)
         self._spoken.append(pending.spoken)
         return msgspec.structs.replace(pending.chat, turn=turn)
+
+    async def _uncounted(self, request: GenerateRequest, ended: BaseException) -> None:
+        """Tell of a call whose engine broke or, cancelled after the grace, said nothing. Stale weights and a refused
+        request sampled nothing; what a dead worker had sampled ends with the incarnation."""
+        silent = isinstance(ended, asyncio.CancelledError)
+        if silent or (isinstance(ended, EngineError) and not isinstance(ended, StaleWeights)):
+            reason = "engine_silent" if silent else "engine_failure"
+            await self._journal.call_uncounted(self.order, request.params.max_tokens, reason)
+            self.num_uncounted += 1
 
     async def _discard(self, num_tokens: int, reason: str) -> None:
         if num_tokens:
@@ -279,6 +309,8 @@ def _problem(request: GenerateRequest, reply: GenerateReply, vocab_size: int) ->
         return f"the engine answered {reply.request_id!r} to {request.request_id!r}"
     if not len(ids):
         return None if reply.finish_reason is FinishReason.ABORT else "the engine sampled nothing"
+    if reply.num_reported not in (None, len(ids)):
+        return f"the engine reported {reply.num_reported} sampled tokens but gave {len(ids)} ids: some were lost on the way"
     if len(ids) > asked.max_tokens:
         return f"the engine sampled {len(ids)} tokens and was allowed {asked.max_tokens}"
     if ids.min() < 0 or ids.max() >= vocab_size:

@@ -23,6 +23,11 @@ BASH_TOOL: dict[str, Any] = {
     },
 }
 
+ASKED = Message(role="user", content="Answer with a command or say done.")
+CUT = Message(
+    role="tool", content="[your answer was cut at its limit of tokens and nothing of it was run: say it shorter]"
+)
+
 MAX_COMMAND_BYTES = 100_000
 """Linux refuses an argument of 128 KiB. That would look like a failure of the sandbox, and it is the agent's."""
 
@@ -32,7 +37,11 @@ class BashHarness:
         self._config = config
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox) -> Reason:
-        """Drive the episode to its end. What the session and the sandbox raise goes on to the runner."""
+        """Drive the episode to its end. What the session and the sandbox raise goes on to the runner.
+
+        Of a turn that was cut at its limit nothing runs whose end was not sampled: the model is told, and it counts as a
+        stalled turn. A final answer that was cut ends the episode as truncated.
+        """
         messages = self._opening(task)
         stalled = 0
         while True:
@@ -45,9 +54,9 @@ class BashHarness:
                 stalled += 1
                 if stalled >= self._config.max_stalled_turns:
                     return Reason.STALLED
-                messages.append(Message(role="user", content="Answer with a command or say done."))
+                messages.append(CUT if reply.cut else ASKED)
             else:
-                return Reason.DONE
+                return Reason.TRUNCATED if reply.cut else Reason.DONE
 
     def _opening(self, task: Task) -> list[Message]:
         system = [Message(role="system", content=self._config.system_prompt)] if self._config.system_prompt else []

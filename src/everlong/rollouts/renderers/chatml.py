@@ -49,7 +49,9 @@ class Renderer(Protocol):
         """What follows a sampled turn whose last id was `last_sampled`."""
         ...
 
-    def parse(self, ids: Sequence[int], turn: int) -> ParsedTurn: ...
+    def parse(self, ids: Sequence[int], turn: int, *, cut: bool = False) -> ParsedTurn:
+        """`cut`: the turn ended at its limit of tokens. A call whose end was not sampled is malformed, never a call."""
+        ...
 
     def answer(self, message: Message) -> list[int]:
         """The ids a model would have to sample to say this assistant message, with the end of the turn."""
@@ -76,9 +78,9 @@ class ChatML:
         closing = [] if last_sampled == self._end else [self._end]
         return [*closing, *self._newline, *self._render(messages), *self._header]
 
-    def parse(self, ids: Sequence[int], turn: int) -> ParsedTurn:
+    def parse(self, ids: Sequence[int], turn: int, *, cut: bool = False) -> ParsedTurn:
         reasoning, text = _split_reasoning(self.tokenizer.decode(ids))
-        parsed = _parse_dollar(text, turn) if self._syntax == "dollar" else _parse_hermes(text, turn)
+        parsed = _parse_dollar(text, turn, cut) if self._syntax == "dollar" else _parse_hermes(text, turn)
         return msgspec.structs.replace(parsed, reasoning=reasoning)
 
     def answer(self, message: Message) -> list[int]:
@@ -120,13 +122,14 @@ def _split_reasoning(text: str) -> tuple[str, str]:
     return thinking.strip(), rest
 
 
-def _parse_dollar(text: str, turn: int) -> ParsedTurn:
+def _parse_dollar(text: str, turn: int, cut: bool) -> ParsedTurn:
+    """A command ends with its turn, so that a cut turn holds half of one."""
     stripped = text.lstrip()
     if not stripped.startswith("$"):
         return ParsedTurn(content=text.strip())
     command = stripped[1:].strip()
-    if not command:
-        return ParsedTurn(content="", malformed=True)
+    if not command or cut:
+        return ParsedTurn(content=text.strip() if cut else "", malformed=True)
     call = ToolCall(id=f"call-{turn}-0", name="bash", arguments={"command": command})
     return ParsedTurn(content="", tool_calls=(call,))
 

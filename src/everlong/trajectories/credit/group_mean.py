@@ -30,6 +30,9 @@ class GroupMeanConfig(Config):
     min_verdicts: int = Field(2, ge=2)
     """A group with fewer verdicts is discarded whole. Less than 2 leave nothing to compare, so a group of one never trains;
     set it to the group size to discard every group that lost a member."""
+    shuffled: bool = False
+    """A control for studies: credits are dealt to the group's episodes at random, so that they say nothing about them.
+    What still improves is not learnt from the rewards (arXiv:2506.10947)."""
 
     @model_validator(mode="after")
     def _leave_one_out_is_unscaled(self) -> GroupMeanConfig:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from everlong.contracts.records import Episode, ScoredGroup
+import numpy as np
+
+from everlong.contracts.records import MAX_REWARD, Episode, ScoredGroup
 from everlong.trajectories.credit.group_mean import GroupMeanConfig, all_equal, group_mean, mean
 
 CreditConfig = GroupMeanConfig
@@ -15,7 +16,8 @@ CreditConfig = GroupMeanConfig
 def score_group(group: int, task: str, episodes: Sequence[Episode], config: CreditConfig) -> ScoredGroup:
     """Compare the episodes that have a verdict; one without has credit None and no part in the baseline.
 
-    Raises ValueError where an episode is of another group or task, is there twice, or has a reward that is not finite.
+    Raises ValueError where an episode is of another group or task, is there twice, or has a reward that is not finite or
+    beyond `MAX_REWARD`.
     """
     _check_members(group, task, episodes)
     rewards = [episode.reward for episode in episodes]
@@ -25,7 +27,8 @@ def score_group(group: int, task: str, episodes: Sequence[Episode], config: Cred
         return ScoredGroup(
             group=group, task=task, episodes=tuple(episodes), credits=nobody, discarded="too_few_verdicts"
         )
-    advantages = iter(group_mean(verdicts, config))
+    credits = group_mean(verdicts, config)
+    advantages = iter(_dealt(credits, group) if config.shuffled else credits)
     return ScoredGroup(
         group=group,
         task=task,
@@ -36,6 +39,12 @@ def score_group(group: int, task: str, episodes: Sequence[Episode], config: Cred
     )
 
 
+def _dealt(credits: list[float], group: int) -> list[float]:
+    """The credits in an order that depends on the group's number only, so that a resumed run deals the same."""
+    order = np.random.default_rng(group).permutation(len(credits))
+    return [credits[place] for place in order]
+
+
 def _check_members(group: int, task: str, episodes: Sequence[Episode]) -> None:
     """A group is a number, never a name: names can collide once they are joined, numbers cannot."""
     for episode in episodes:
@@ -44,7 +53,10 @@ def _check_members(group: int, task: str, episodes: Sequence[Episode]) -> None:
             raise ValueError(
                 f"expected episodes of group {group} at task {task!r}, got {order.group} at {order.task!r}"
             )
-        if episode.reward is not None and not math.isfinite(episode.reward):
-            raise ValueError(f"{episode.id} has reward {episode.reward}: a verdict is a finite number or None")
+        if episode.reward is not None and not abs(episode.reward) <= MAX_REWARD:
+            raise ValueError(
+                f"{episode.id} has reward {episode.reward}: a verdict is a finite number of at most {MAX_REWARD:.3g}, or "
+                "None; a larger one would make its credit infinite"
+            )
     if len({episode.id for episode in episodes}) != len(episodes):
         raise ValueError(f"group {group} holds an episode twice: {sorted(episode.id for episode in episodes)}")

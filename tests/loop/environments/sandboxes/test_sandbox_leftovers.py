@@ -12,7 +12,8 @@ import pytest
 from everlong.contracts.errors import SandboxError
 from everlong.contracts.ports import Command, SandboxSpec
 from everlong.environments.sandboxes.local import LocalBackend
-from everlong.environments.sandboxes.registry import MARKER, Claim, kill_marked, sweep
+from everlong.environments.sandboxes.registry import MARKER, Claim, kill_marked, scratch_folder, sweep
+from everlong.environments.tasks.terminal.generate import make_terminal
 
 SOURCE = Path(__file__).parents[4] / "src"
 
@@ -125,6 +126,60 @@ def needs_namespaces(tmp_path, isolation):
         asyncio.run(probe())
     except SandboxError as error:
         pytest.skip(f"this machine refuses namespaces: {error}")
+
+
+STAGING = """
+import asyncio, sys, time
+from pathlib import Path
+from everlong.environments.sandboxes.local import LocalBackend
+from everlong.environments.tasks import opening
+from everlong.environments.tasks.harbor import read_task
+
+def hang(task, staged):
+    (staged / "half").write_text("x")
+    print(staged, flush=True)
+    time.sleep(9753.25)
+
+opening._stage = hang
+asyncio.run(opening.open_task(read_task(Path(sys.argv[2])), LocalBackend(Path(sys.argv[1])), "e"))
+"""
+SCRATCH = """
+import sys, time
+from pathlib import Path
+from everlong.environments.sandboxes.registry import scratch_folder
+with scratch_folder("probe", Path(sys.argv[1])) as folder:
+    print(folder, flush=True)
+    time.sleep(9753.25)
+"""
+
+
+def test_what_was_put_together_for_a_sandbox_when_its_manager_was_killed_goes_with_the_next_one(tmp_path):
+    (task,) = make_terminal(tmp_path / "task", 1)
+    (task / "environment" / "Dockerfile").write_text("FROM a\nWORKDIR /app\nRUN mkdir out\n")
+    root = tmp_path / "sandboxes"
+    with python(STAGING, root, task) as manager:
+        staged = Path(manager.stdout.readline().strip())
+        manager.send_signal(signal.SIGKILL)
+    assert (staged / "half").exists() and staged.is_relative_to(root)
+    successor = LocalBackend(root)
+    assert not staged.exists()
+    asyncio.run(successor.close())
+
+
+def test_a_killed_commands_scratch_folder_goes_when_the_next_one_opens_its_own(tmp_path):
+    with scratch_folder("probe", tmp_path) as living, python(SCRATCH, tmp_path) as killed:
+        left = Path(killed.stdout.readline().strip())
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        outside = tmp_path / "outside"
+        outside.mkdir()
+        (outside / "lock").touch()
+        (tmp_path / "everlong-probe-trap").symlink_to(outside)
+        assert left.is_dir()
+        with scratch_folder("probe", tmp_path) as fresh:
+            assert not left.exists() and living.is_dir() and fresh.is_dir()
+        assert (outside / "lock").exists(), "no link is followed"
+    assert not living.exists() and not fresh.exists()
 
 
 @pytest.mark.parametrize("isolation", ["namespaces", "none"])

@@ -65,6 +65,9 @@ def task(tmp_path: Path) -> HarborTask:
         (verifier(txt=b"0"), 0.0, None),
         (verifier(txt=b"nan"), None, Reason.VERIFIER_CRASH),
         (verifier(json=b'{"reward": Infinity}'), None, Reason.VERIFIER_CRASH),
+        (verifier(txt=b"1e39"), None, Reason.VERIFIER_CRASH),
+        (verifier(json=b'{"reward": -1e38}'), None, Reason.VERIFIER_CRASH),
+        (verifier(txt=b"1e37"), 1e37, None),
         (verifier(json=b'{"score": 1}'), None, Reason.VERIFIER_CRASH),
         (verifier(json=b"{"), None, Reason.VERIFIER_CRASH),
         (verifier(1, txt=b"1\n"), 1.0, None),
@@ -73,7 +76,7 @@ def task(tmp_path: Path) -> HarborTask:
         (verifier(json=b"0.5", txt=b"1"), 0.5, None),
         (verifier(124, timed_out=True, txt=b"1"), None, Reason.VERIFIER_TIMEOUT),
     ],
-    ids=["killed", "empty", "word", "zero", "nan", "infinity", "no-key", "bad-json", "exit-1", "json-key", "json-number",
+    ids=["killed", "empty", "word", "zero", "nan", "infinity", "beyond-float32", "difference-beyond-float32", "large", "no-key", "bad-json", "exit-1", "json-key", "json-number",
          "json-first", "timeout"],
 )  # fmt: skip
 async def test_only_a_finite_number_is_a_verdict(task: HarborTask, verify, reward: float | None, reason: Reason | None):
@@ -138,7 +141,7 @@ async def test_the_end_of_the_verifiers_output_is_kept(task: HarborTask):
 
 @pytest.mark.parametrize("raw", [b"true", b"[1]", b"1" + b"0" * 400, b'{"reward": "1"}', b"null"])
 def test_json_that_is_no_number_is_refused(raw: bytes):
-    with pytest.raises(ValueError, match=r"reward.json must hold a finite number, got "):
+    with pytest.raises(ValueError, match=r"reward.json must hold a finite number of at most 4.25e\+37, got "):
         parse_reward(raw, "reward.json")
 
 

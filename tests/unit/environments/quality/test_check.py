@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -7,8 +7,9 @@ import pytest
 
 from everlong.contracts.errors import Reason, SandboxError
 from everlong.contracts.ports import Capabilities, Command, ExecResult, SandboxSpec
+from everlong.environments.grading.verifier import check_verdict_paths
 from everlong.environments.quality.check import check_tasks
-from everlong.environments.tasks.harbor import HarborTask
+from everlong.environments.tasks.harbor import HarborTask, read_task
 from everlong.environments.tasks.sources import read_tasks
 from everlong.environments.tasks.terminal.generate import make_terminal
 
@@ -54,14 +55,24 @@ class FakeBackend:
     refuses: bool = False
     open: int = 0
     most: int = 0
+    lives: list[float | None] = field(default_factory=list)
+    scratch: Path | None = None
+    real_paths: bool = True
 
     async def probe(self) -> Capabilities:
-        return Capabilities(isolation="none", network_off=False, memory_limit=False, process_limit=False)
+        return Capabilities(
+            isolation="none",
+            network_off=False,
+            memory_limit=False,
+            process_limit=False,
+            real_paths=self.real_paths,
+        )
 
     async def create(self, spec: SandboxSpec) -> FakeSandbox:
         if self.refuses:
             raise SandboxError("no more sandboxes")
         self.open += 1
+        self.lives.append(spec.ttl_s)
         self.most = max(self.most, self.open)
         return FakeSandbox(self, spec)
 
@@ -101,6 +112,33 @@ async def test_a_task_that_must_not_teach_says_why(tasks: list[HarborTask], scor
     assert len(report.problems) == 1 and problem in report.problems[0]
 
 
+FIXED = {
+    "a shell's": ("test.sh", "echo 1 > /logs/verifier/reward.txt", True),
+    "a helper's": ("score.py", "open('/logs/verifier/reward.txt', 'w').write('1')", True),
+    "one that takes the root into account": ("test.sh", 'echo 1 > "$EVERLONG_ROOT/logs/verifier/reward.txt"', False),
+    "none": ("test.sh", "exit 0", False),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+async def test_a_fixed_verdict_path_is_refused_where_commands_do_not_see_it(tasks: list[HarborTask], name: str):
+    file, text, refused = FIXED[name]
+    (Path(tasks[0].tests) / file).write_text(text + "\n")
+    task = read_task(Path(tasks[0].task.folder))
+    there, elsewhere = (FakeBackend(lambda solved, name: b"%d" % solved, real_paths=real) for real in (True, False))
+    assert (await check_tasks([task], there))[0].ok
+    await check_verdict_paths([task], there)
+    (report,) = await check_tasks([task], elsewhere)
+    assert report.ok == (not refused)
+    if refused:
+        assert f"tests/{file} of task {task.id} names /logs/verifier" in report.problems[0]
+        assert elsewhere.most == 0, "nothing was run"
+        with pytest.raises(ValueError, match=f"tests/{file} .* names /logs/verifier(.|\n)*EVERLONG_ROOT"):
+            await check_verdict_paths([task], elsewhere)
+    else:
+        await check_verdict_paths([task], elsewhere)
+
+
 async def test_a_task_without_a_solution_is_not_proven(tasks: list[HarborTask], tmp_path: Path):
     unsolved = msgspec.structs.replace(tasks[0], solution=None)
     (report,) = await check_tasks([unsolved], FakeBackend(lambda solved, name: b"0"))
@@ -110,6 +148,16 @@ async def test_a_task_without_a_solution_is_not_proven(tasks: list[HarborTask], 
 async def test_a_failing_backend_is_a_problem_of_the_report(tasks: list[HarborTask]):
     reports = await check_tasks(tasks, FakeBackend(lambda solved, name: b"1", refuses=True))
     assert [report.problems for report in reports] == [("no more sandboxes",)] * 3
+
+
+async def test_every_sandbox_has_the_time_to_live_and_a_task_that_needs_longer_is_not_proven(tasks: list[HarborTask]):
+    timed = msgspec.structs.replace(tasks[0].task, agent_timeout_s=100.0, verifier_timeout_s=20.0)
+    task = msgspec.structs.replace(tasks[0], task=timed)
+    backend = FakeBackend(lambda solved, name: b"1" if solved else b"0")
+    (short,) = await check_tasks([task], backend, ttl_s=100.0)
+    assert short.problems[0].startswith("a sandbox must live longer than 125 s") and not backend.lives
+    (long,) = await check_tasks([task], backend, ttl_s=130.0)
+    assert long.ok and set(backend.lives) == {130.0}
 
 
 async def test_a_changed_oracle_verdict_keeps_the_reason(tasks: list[HarborTask]):

@@ -1,7 +1,6 @@
 """What only the scripted backend can do: answer by a function, move its clock, die on command."""
 
 import pytest
-from pydantic import ValidationError
 
 from everlong.contracts.errors import SandboxError
 from everlong.contracts.ports import Command, ExecResult, SandboxSpec
@@ -88,8 +87,3 @@ async def test_the_config_opens_the_backend_it_names(tmp_path):
     assert isinstance(local, LocalBackend)
     assert local.claim.folder.parent == tmp_path / "sandboxes"
     await local.close()
-
-
-def test_options_that_scripted_would_ignore_are_refused():
-    with pytest.raises(ValidationError, match="no effect on type 'scripted'"):
-        SandboxConfig(type="scripted", isolation="none")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everlong.environments.tasks.manifest import parse_manifest, render_manifest
+from everlong.environments.tasks.manifest import parse_manifest
 from everlong.environments.tasks.toml_writer import write_toml
 
 OLD = (
@@ -27,12 +27,12 @@ network_mode = "public"
 @pytest.mark.parametrize("text", [OLD, NEW], ids=["1.0", "1.4"])
 def test_a_manifest_survives_a_round_trip(text: str):
     manifest = parse_manifest(text, "task.toml")
-    assert parse_manifest(render_manifest(manifest), "task.toml") == manifest
+    assert parse_manifest(write_toml(manifest.data), "task.toml") == manifest
 
 
-def test_an_old_file_is_written_as_todays_with_its_unknown_keys():
-    written = tomllib.loads(render_manifest(parse_manifest(OLD, "task.toml")))
-    assert written == {
+def test_an_old_file_is_read_as_todays_with_its_unknown_keys():
+    data = parse_manifest(OLD, "task.toml").data
+    assert data == {
         "schema_version": "1.4",
         "metadata": {"x": [1, 2.5]},
         "environment": {"memory_mb": 1536, "network_mode": "no-network", "odd": "kept"},

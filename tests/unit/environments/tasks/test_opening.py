@@ -11,7 +11,8 @@ from everlong.environments.tasks.opening import open_task
 class RecordingBackend:
     """Keeps the spec and what its folder held at the moment of creation."""
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: Path | None = None) -> None:
+        self.scratch = scratch
         self.found: dict[str, str | None] = {}
 
     async def create(self, spec: SandboxSpec):
@@ -52,8 +53,11 @@ async def test_one_copied_folder_is_handed_over_as_it_lies(tmp_path: Path):
 async def test_several_copies_and_folders_are_staged_and_the_stage_is_removed(tmp_path: Path):
     dockerfile = "FROM a\nWORKDIR /app\nCOPY files data/\nCOPY one.txt ./\nRUN mkdir -p out/deep"
     files = {"environment/files/x.txt": "x", "environment/one.txt": "1"}
-    backend = RecordingBackend()
-    await open_task(read_task(write(tmp_path, dockerfile, **files)), backend, "episode")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    backend = RecordingBackend(scratch)
+    await open_task(read_task(write(tmp_path / "task", dockerfile, **files)), backend, "episode")
+    assert Path(backend.spec.files or "").parent == scratch, "what a kill leaves there is swept with the sandboxes"
     assert backend.found == {"data": None, "data/x.txt": "x", "one.txt": "1", "out": None, "out/deep": None}
     assert not Path(backend.spec.files or "").exists()
 

@@ -1,0 +1,38 @@
+"""Names of code: `package.module:name`. How a config points at a part that is not ours."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Annotated, Any
+
+from pydantic import Field
+
+PATTERN = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+ImportPath = Annotated[str, Field(pattern=rf"^{PATTERN}$")]
+
+
+def load_named(path: str) -> Any:
+    """What `package.module:name` names, looked for among installed packages and in the folder that we were started from.
+
+    Raises ValueError for a path of another form and for what is not there. An error of the module's own goes through.
+    """
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"expected a path of the form package.module:name, got {path!r}")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there, and misses one of its own
+        raise ValueError(
+            f"{path}: there is no module {error.name} among the installed packages or in {here}: install it, or start from "
+            "the folder that holds it"
+        ) from error
+    if not hasattr(found, name):
+        near = ", ".join(sorted(word for word in vars(found) if not word.startswith("_"))[:12])
+        raise ValueError(f"{path}: module {module} has no {name}; it has {near or 'nothing'}")
+    return getattr(found, name)

@@ -1,0 +1,45 @@
+"""What the row of a batch says beside what the trainer measured. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from everlong.contracts.records import EngineStatus, Episode
+from everlong.ledger.views import Decile
+
+
+def batch_metrics(groups: Mapping[int, Sequence[Episode]]) -> dict[str, float]:
+    """Of the episodes of a batch: rewards, ends and sizes; what the sessions counted, summed; signs of cheating."""
+    episodes = [episode for members in groups.values() for episode in members]
+    rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    counts: defaultdict[str, float] = defaultdict(float)
+    for episode in episodes:
+        counts[f"reason/{episode.reason}"] += 1
+        for flag in episode.verdict.flags:
+            counts[f"flag/{flag}"] += 1
+        for name, value in episode.metrics.items():
+            counts[name] += value
+    return {
+        "reward": float(np.mean(rewards)) if rewards else float("nan"),
+        "success": float(np.mean([reward >= 1.0 for reward in rewards])) if rewards else float("nan"),
+        "episodes": float(len(episodes)),
+        "without_verdict": float(len(episodes) - len(rewards)),
+        "group_size": len(rewards) / max(1, len(groups)),
+        "turns_per_episode": float(np.mean([len(e.turns) for e in episodes])) if episodes else 0.0,
+        "sampled_tokens": float(sum(e.num_sampled for e in episodes)),
+        **counts,
+    }
+
+
+def engine_metrics(status: EngineStatus) -> dict[str, float]:
+    """What the engine says of itself when sampling has ended, as `engine/NAME`; sums are since the engine was opened."""
+    told = {"running": status.num_running, "waiting": status.num_waiting, **status.metrics}
+    return {f"engine/{name}": float(value) for name, value in told.items()}
+
+
+def loss_metrics(deciles: Sequence[Decile]) -> dict[str, float]:
+    """Share of lost episodes in each tenth of those that ended so far, from the shortest to the longest."""
+    return {f"lost_by_length/{place:02d}": decile.loss_rate for place, decile in enumerate(deciles, start=1)}

@@ -1,0 +1,116 @@
+"""Harness, reward and model of one's own, named in the config, do what they say in a run, and beside it in `eval`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from everlong.cli.run_folder import RunFolder
+from everlong.environments.tasks.terminal.generate import Split, make_terminal
+from everlong.ledger import read_lifecycle
+
+PARTS = '''
+from dataclasses import replace
+
+from everlong.contracts.errors import Reason
+from everlong.contracts.records import Verdict
+from everlong.models.source import ModelSource, toy_config
+from everlong.rollouts.harnesses.bash import BashHarness
+
+
+async def said(submission):
+    """0.25 per turn, and 2 where the agent ran a command that the model named."""
+    assert [answer for answer in submission.answers if not answer.strip()] == []
+    return Verdict(reward=0.25 * len(submission.turns) + 2 * submission.answers[0].startswith("$"))
+
+
+class Twice(BashHarness):
+    """The bash agent, two times."""
+
+    async def run(self, task, session, sandbox):
+        await super().run(task, session, sandbox)
+        return await super().run(task, session, sandbox)
+
+
+def small():
+    def build(shape, dtype, numerics):
+        from everlong.models.toy import random_llama
+
+        return random_llama(shape, 7, dtype, numerics)
+
+    return ModelSource(replace(toy_config(), num_layers=1), None, build)
+'''
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "run.toml").write_text(RUN)
+    for split in (Split.TRAIN, Split.EVAL):
+        make_terminal(tmp_path / split, 2, split=split, kinds=("write-word",))
+    return tmp_path
+
+
+def everlong(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from everlong.cli.main import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=cwd, capture_output=True, text=True, timeout=240
+    )
+
+
+RUN = """
+output = "run"
+tasks = { train = ["train"], eval = ["eval"] }
+warmup = { num_batches = 0 }
+schedule = { num_batches = 1, groups_per_batch = 2, group_size = 2 }
+observe = { progress = "none" }
+"""
+SHORT = ("@", "run.toml")
+
+
+def test_own_harness_and_reward_make_a_runs_episodes(workplace: Path) -> None:
+    parts = ["--harness.type", "parts:Twice", "--grading.type", "parts:said"]
+    done = everlong(workplace, "train", "--model.type", "scripted", *SHORT, *parts)
+    assert done.returncode == 0, done.stderr
+    views = read_lifecycle(RunFolder(workplace / "run").ledger).episodes.values()
+    assert {view.reward for view in views} == {2.75}, "a command, done, and done again"
+    assert everlong(workplace, "eval", "run", "--json", "figures.json").returncode == 0
+    assert json.loads((workplace / "figures.json").read_text())["reward"] == 2.75
+
+
+def test_an_own_model_trains_and_is_exported(workplace: Path) -> None:
+    own = [
+        "--model.type",
+        "own",
+        "--model.source",
+        "parts:small",
+        "--sampling.max-tokens",
+        "4",
+        "--harness.max-turns",
+        "1",
+    ]
+    done = everlong(workplace, "train", *SHORT, *own, "--admission.zero-signal", "keep")
+    assert done.returncode == 0, done.stderr
+    with safe_open(workplace / "run/checkpoint/model.safetensors", "pt") as weights:
+        assert {name.split(".")[2] for name in weights.keys() if ".layers." in name} == {"0"}  # noqa: SIM118
+    assert "parts:small in float32" in (workplace / "run/report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--harness.type parts:Thrice", "module parts has no Thrice; it has"),
+        ("--grading.type nobodys:said", "there is no module nobodys among the installed packages"),
+        ("--model.type own --model.source parts:PARTS", "module parts has no PARTS"),
+        ("--grading.type judge", "should match pattern"),
+    ],
+)
+def test_a_part_that_is_not_there_stops_the_run_before_it_exists(workplace: Path, option: str, message: str) -> None:
+    done = everlong(workplace, "train", *SHORT, *option.split())
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    assert not (workplace / "run").exists()
