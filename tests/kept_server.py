@@ -45,6 +45,6 @@ def processes_of(module: str, folder: Path) -> list[int]:
             environment = (entry / "environ").read_bytes().decode(errors="replace")
         except OSError:
             continue  # it ended, or belongs to somebody else
-        if module in words and str(folder) in environment:
+        if words[1:3] == ["-m", module] and str(folder) in environment:
             found.append(int(entry.name))
     return found
