@@ -17,7 +17,7 @@ from everlong.environments.tasks.terminal.generate import Split, make_terminal
 from everlong.models.config import ScriptedModel, ToyModel
 from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
 from everlong.rollouts.config import HarnessConfig
-from everlong.trainer.config import OptimizerConfig
+from everlong.trainer.config import AdamWConfig
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 COMMAND = (sys.executable, "-c", "from everlong.cli.main import main; main()")
@@ -29,7 +29,7 @@ echo "$reward" > "$EVERLONG_ROOT/logs/verifier/reward.txt"
 """
 
 
-NETWORK: dict[str, Any] = {"numerics": "aligned", "threads": 1, "optimizer": OptimizerConfig(learning_rate=3e-3)}
+NETWORK: dict[str, Any] = {"numerics": "aligned", "threads": 1, "optimizer": AdamWConfig(learning_rate=3e-3)}
 """What has an effect only where there is a network."""
 
 

@@ -67,6 +67,7 @@ def _torch_cell(config: RunConfig, source: ModelSource, store: ObjectStore, fold
         config=config.trainer,
         loss=config.loss,
         ratio=config.ratio,
+        kl=config.kl,
         optimizer=config.optimizer,
         numerics=numerics,
         store=store,

@@ -22,7 +22,17 @@ from everlong.models.config import ModelConfig, ScriptedModel, ToyModel
 from everlong.models.source import toy_config
 from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
 from everlong.rollouts.config import HarnessConfig
-from everlong.trainer.config import LossConfig, OptimizerConfig, RatioConfig, SapoConfig, TrainerConfig, check_effective
+from everlong.trainer.config import (
+    AdamWConfig,
+    KlConfig,
+    LossConfig,
+    NoKl,
+    OptimizerConfig,
+    RatioConfig,
+    SapoConfig,
+    TrainerConfig,
+    check_effective,
+)
 from everlong.trajectories.admission import AdmissionConfig
 from everlong.trajectories.credit import CreditConfig
 from everlong.trajectories.packing import PackingConfig
@@ -96,7 +106,8 @@ class RunConfig(Config):
     packing: PackingConfig = PackingConfig()
     loss: LossConfig = SapoConfig()
     ratio: RatioConfig = RatioConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    kl: KlConfig = NoKl()
+    optimizer: OptimizerConfig = AdamWConfig()
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
     observe: ObserveConfig = ObserveConfig()
@@ -104,9 +115,10 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _effective(self) -> RunConfig:
         if self.model.type != "scripted":
-            check_effective(self.loss, self.ratio, self.trainer.updates_per_batch)
+            check_effective(self.loss, self.ratio, self.trainer.updates_per_batch, self.kl)
         refuse_ineffective(self)
         self._check_engine()
+        self._check_method()
         self._check_sizes()
         return self
 
@@ -127,6 +139,14 @@ class RunConfig(Config):
             raise ValueError(
                 f"sampling.top_p={self.sampling.top_p} is replayed in training over the kept set of every token, which "
                 "engine.type=vllm gives only where sampling.top_k bounds it: set sampling.top_k as well, or top_p to 1"
+            )
+
+    def _check_method(self) -> None:
+        """A loss whose paper defines the credit too. Raises ValueError."""
+        if self.loss.type == "dr_grpo" and self.credit.scale != "none":
+            raise ValueError(
+                f"loss dr_grpo is defined on credit without deviation, got credit.scale={self.credit.scale}: set credit.scale to "
+                "none, or loss.type to grpo"
             )
 
     def _check_sizes(self) -> None:

@@ -28,6 +28,7 @@ UNUSED_BY_SCRIPTED = (
     "engine.prefix_cache",
     "loss",
     "ratio",
+    "kl",
     "optimizer",
     "trainer",
 )
@@ -98,6 +99,9 @@ def _rules(config: RunConfig) -> Iterator[Ineffective]:
     if not config.tasks.eval:
         for path in ("schedule.eval_every", "schedule.eval_attempts"):
             yield Ineffective(path, "tasks.eval", "without held-out tasks: leave it out, or name some in tasks.eval")
+    if config.kl.type != "none" and config.sampling.top_p == 1 and not config.sampling.top_k:
+        why = "with sampling.top_p=1 and sampling.top_k=0, which truncate nothing: leave it out, or set one"
+        yield Ineffective("kl.support", "sampling.top_p", why)
     if config.schedule.batch_deadline_s is None:
         why = "with schedule.batch_deadline_s=None: leave it out, or set a deadline"
         yield Ineffective("schedule.on_deadline", "schedule.batch_deadline_s", why)

@@ -13,7 +13,7 @@ from everlong.environments.tasks.terminal.generate import Split, make_terminal
 from everlong.models.config import ModelConfig, ScriptedModel, Smollm2Model, ToyModel
 from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
 from everlong.rollouts.config import HarnessConfig
-from everlong.trainer.config import OptimizerConfig
+from everlong.trainer.config import AdamWConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def quickstart_config(model_type: str = "smollm2") -> RunConfig:
             schedule=ScheduleConfig(
                 num_batches=24, groups_per_batch=16, group_size=8, eval_every=8, checkpoint_every=10
             ),
-            optimizer=OptimizerConfig(learning_rate=3e-4, supervised_learning_rate=2e-3, warmup_batches=20),
+            optimizer=AdamWConfig(learning_rate=3e-4, supervised_learning_rate=2e-3, warmup_batches=20),
         )
     return RunConfig(
         output=output,
@@ -73,7 +73,7 @@ def quickstart_config(model_type: str = "smollm2") -> RunConfig:
         sampling=SamplingConfig(max_tokens=48),
         warmup=WarmupConfig(num_batches=8, traces_per_batch=32, num_tasks=160),
         schedule=ScheduleConfig(num_batches=16, groups_per_batch=8, group_size=8, eval_every=8, checkpoint_every=8),
-        optimizer=OptimizerConfig(learning_rate=3e-5, supervised_learning_rate=1e-4),
+        optimizer=AdamWConfig(learning_rate=3e-5, supervised_learning_rate=1e-4),
     )
 
 

@@ -237,6 +237,8 @@ class Segment(Record, frozen=True, kw_only=True):
     length: int
     episode: int
     """Index into `TrainBatch.episodes` of the episode that owns the tokens; -1 for a shared prompt, which trains nowhere."""
+    branch: int = 0
+    """Which of its episode's admitted branches trains the tokens, in the order of their admission."""
 
 
 class MicroBatch(Record, frozen=True, kw_only=True, eq=False):

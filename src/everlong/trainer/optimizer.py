@@ -1,4 +1,4 @@
-"""AdamW on float32 masters, with the whole gradient clipped to a norm that is computed in a fixed order."""
+"""Float32 masters and what steps them, with the whole gradient clipped to a norm that is computed in a fixed order."""
 
 from __future__ import annotations
 
@@ -8,19 +8,26 @@ import torch
 from torch import Tensor
 
 from everlong.models.llama.model import Llama
-from everlong.trainer.config import OptimizerConfig
 from everlong.trainer.gradient_sum import Gradient
+from everlong.trainer.muon import muon_step
+from everlong.trainer.optimizer_config import AnyOptimizer, MuonConfig
 
 
 class MasterOptimizer:
-    """Holds the masters and their moments. Where the model's weights are float32 they are the masters themselves."""
+    """Holds the masters and their moments. Where the model's weights are float32 they are the masters themselves.
 
-    def __init__(self, model: Llama, config: OptimizerConfig) -> None:
+    With Muon the matrices inside the layers have a momentum, and everything else AdamW's moments.
+    """
+
+    def __init__(self, model: Llama, config: AnyOptimizer) -> None:
         self._config = config
         self._weights = {name: weight.detach() for name, weight in model.named_weights().items()}
         self._masters = {name: torch.nn.Parameter(weight.float()) for name, weight in self._weights.items()}
-        decayed = [master for master in self._masters.values() if master.ndim > 1]
-        plain = [master for master in self._masters.values() if master.ndim <= 1]
+        self._blocks = _muon_blocks(model, config)
+        self._momenta = {name: torch.zeros_like(self._masters[name].detach()) for name in self._blocks}
+        others = [master for name, master in self._masters.items() if name not in self._blocks]
+        decayed = [master for master in others if master.ndim > 1]
+        plain = [master for master in others if master.ndim <= 1]
         self._adamw = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}],
             lr=config.learning_rate,
@@ -35,6 +42,9 @@ class MasterOptimizer:
         """Masters from the model's weights, moments and count at zero."""
         for name, master in self._masters.items():
             master.copy_(self._weights[name])
+            if name in self._momenta:
+                self._momenta[name].zero_()
+                continue
             self._adamw.state[master] = {
                 "step": torch.zeros(()),
                 "exp_avg": torch.zeros_like(master),
@@ -59,26 +69,34 @@ class MasterOptimizer:
                 part.mul_(limit / norm)
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
-        for master, part in zip(self._masters.values(), gradient, strict=True):
-            master.grad = part
+        for (name, master), part in zip(self._masters.items(), gradient, strict=True):
+            if name in self._momenta:
+                assert isinstance(self._config, MuonConfig)
+                muon_step(master, self._momenta[name], part, self._blocks[name], learning_rate, self._config)
+            else:
+                master.grad = part
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         self._publish()
         return norm
 
     def state(self) -> dict[str, Tensor]:
-        """Everything the next update depends on, under `master/`, `exp_avg/`, `exp_avg_sq/` and `step/` plus the name."""
+        """Everything the next update depends on: `master/` plus the name, and `momentum/` or `exp_avg/`, `exp_avg_sq/`, `step/`."""
         state = {f"master/{name}": master.detach() for name, master in self._masters.items()}
+        state |= {f"momentum/{name}": momentum for name, momentum in self._momenta.items()}
         for name, master in self._masters.items():
-            state |= {f"{kind}/{name}": value for kind, value in self._adamw.state[master].items()}
+            if name not in self._momenta:
+                state |= {f"{kind}/{name}": value for kind, value in self._adamw.state[master].items()}
         return state
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raises ValueError, and changes nothing, unless the state is of this model."""
+        """Raises ValueError, and changes nothing, unless the state is of this model and this optimiser."""
         own = self.state()
         if own.keys() != state.keys() or any(own[name].shape != state[name].shape for name in own):
-            raise ValueError("the checkpoint is of another model: resume with the model that the run was started with")
+            raise ValueError(
+                "the checkpoint is of another model or another optimiser: resume with those that the run was started with"
+            )
         for name, target in own.items():
             target.copy_(state[name])
         self._publish()
@@ -90,7 +108,24 @@ class MasterOptimizer:
                 weight.copy_(self._masters[name])
 
 
-def learning_rate(config: OptimizerConfig, num_batches: int, *, supervised: bool = False) -> float:
+HEADED = ("q_proj", "k_proj", "v_proj")
+"""Projections whose rows are heads."""
+
+
+def _muon_blocks(model: Llama, config: AnyOptimizer) -> dict[str, tuple[int, ...]]:
+    """Rows of the blocks of every matrix that Muon steps, by name: those inside the layers, none of AdamW's."""
+    if not isinstance(config, MuonConfig):
+        return {}
+    blocks = {}
+    for name, weight in model.named_weights().items():
+        if weight.ndim == 2 and ".layers." in name:
+            headed = config.per_head and any(part in name for part in HEADED)
+            rows = model.config.head_dim if headed else len(weight)
+            blocks[name] = (rows,) * (len(weight) // rows)
+    return blocks
+
+
+def learning_rate(config: AnyOptimizer, num_batches: int, *, supervised: bool = False) -> float:
     """Of the batch after `num_batches` others: linear from the first of `warmup_batches`, then constant.
 
     `supervised`: the policy sampled none of its tokens.

@@ -73,6 +73,14 @@ def episode_of_token(segments: Sequence[Segment], num_tokens: int) -> np.ndarray
     return owners
 
 
+def branch_of_token(segments: Sequence[Segment], num_tokens: int) -> np.ndarray:
+    """int64[T]: which of its episode's branches trains each token."""
+    branches = np.zeros(num_tokens, np.int64)
+    for segment in segments:
+        branches[segment.start : segment.start + segment.length] = segment.branch
+    return branches
+
+
 def trained_tokens(columns: TokenColumns) -> np.ndarray:
     """bool[T]: supervised tokens, and sampled ones whose mask is on and whose credit is a number."""
     return columns.trainable & (~columns.sampled | np.isfinite(columns.credit))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,17 +15,38 @@ from everlong.models.llama.model import Llama
 from everlong.trainer.replay import Rows, rows_of
 
 
-def score_rows(model: Llama, micro_batch: MicroBatch, rows: Rows, head_chunk_tokens: int) -> tuple[Tensor, Tensor]:
-    """Logprob of each row as it was sampled, and the entropy of the untruncated distribution, both float32 [R]."""
+@dataclass(frozen=True, slots=True)
+class RowScores:
+    """Of R rows, float32 [R]."""
+
+    logprobs_R: Tensor
+    """As the row was sampled: at its temperature, over its kept set."""
+    entropy_R: Tensor
+    """Of the untruncated distribution, detached."""
+    full_R: Tensor
+    """Logprob over the whole vocabulary; `logprobs_R` itself where nothing was truncated or nobody asked."""
+
+
+def score_rows(
+    model: Llama, micro_batch: MicroBatch, rows: Rows, head_chunk_tokens: int, *, full: bool = False
+) -> RowScores:
+    """`full`: the untruncated logprobs too, which costs a second pass through the head."""
     segments = [(segment.parent, segment.start, segment.length) for segment in micro_batch.segments]
     attend = TreeAttention(segments, model.config.head_dim**-0.5, model.numerics)
     ids = torch.from_numpy(micro_batch.columns.ids.astype(np.int64))
     positions = torch.from_numpy(micro_batch.positions().astype(np.int64))
     hidden_TM = model(ids, positions, attend)
-    return token_logprobs(
-        hidden_TM[rows.predecessors_R], model.head_weight, model.config, rows.labels_R, rows.temperatures_R, rows.kept,
-        model.numerics, head_chunk_tokens,
-    )  # fmt: skip
+    hidden_RM = hidden_TM[rows.predecessors_R]
+
+    def logprobs(kept: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        return token_logprobs(
+            hidden_RM, model.head_weight, model.config, rows.labels_R, rows.temperatures_R, kept, model.numerics,
+            head_chunk_tokens,
+        )  # fmt: skip
+
+    logprobs_R, entropy_R = logprobs(rows.kept)
+    full_R = logprobs(None)[0] if full and rows.kept is not None else logprobs_R
+    return RowScores(logprobs_R, entropy_R, full_R)
 
 
 @torch.no_grad()
@@ -33,5 +56,5 @@ def score_micro_batch(model: Llama, micro_batch: MicroBatch, head_chunk_tokens: 
     rows = rows_of(micro_batch, columns.sampled | columns.trainable)
     scores = np.full(len(columns), np.nan, np.float32)
     if len(rows):
-        scores[rows.tokens] = score_rows(model, micro_batch, rows, head_chunk_tokens)[0].numpy()
+        scores[rows.tokens] = score_rows(model, micro_batch, rows, head_chunk_tokens).logprobs_R.numpy()
     return scores

@@ -1,4 +1,4 @@
-"""One gradient from one batch: prepared once, run micro-batch by micro-batch, summed by index, divided when it closes."""
+"""One gradient from one batch: run micro-batch by micro-batch, summed by index, divided when it closes."""
 
 from __future__ import annotations
 
@@ -6,174 +6,127 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from everlong.contracts.records import EpisodeShare, MicroBatch, TrainBatch
-from everlong.models.llama.config import LlamaConfig
 from everlong.models.llama.model import Llama
-from everlong.trainer.config import GrpoConfig, RatioConfig, SapoConfig
-from everlong.trainer.corrections import correction_weights
-from everlong.trainer.denominators import denominator, token_weights
 from everlong.trainer.gradient_sum import Gradient, GradientSum
-from everlong.trainer.losses import surrogate
-from everlong.trainer.losses.terms import ratio_of
-from everlong.trainer.replay import (
-    Rows,
-    check_micro_batch,
-    episode_of_token,
-    rows_of,
-    trained_tokens,
-)
-from everlong.trainer.scoring import score_rows
+from everlong.trainer.objective import Objective, PolicyTokens, Reference, policy_terms
+from everlong.trainer.preparation import PreparedBatch, PreparedMicroBatch
+from everlong.trainer.scoring import RowScores, score_rows
 from everlong.trainer.tally import Tally
 
 # R trained rows of a micro-batch; P of them the policy sampled, S are supervised
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
-    """What is minimised."""
+class Start:
+    """Logprobs of one micro-batch before the first update, float32 [P], detached."""
 
-    loss: SapoConfig | GrpoConfig
-    ratio: RatioConfig
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedMicroBatch:
-    micro_batch: MicroBatch
-    rows: Rows
-    weights_R: Tensor
-    """Of the reduction."""
-    policy_P: Tensor
-    """Which rows the policy sampled; the others are imitated."""
-    supervised_S: Tensor
-    behaviour_P: Tensor
-    """Logprobs at sampling."""
-    credit_P: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    micro_batches: tuple[PreparedMicroBatch, ...]
-    denominator: int
-    num_trained: int
+    proximal_P: Tensor
+    full_P: Tensor
+    """Over the whole vocabulary where the objective asks for it; else the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchGradient:
     loss: float
     gradient: Gradient
-    logprobs: tuple[Tensor, ...]
-    """Per micro-batch float32 [P], detached, of the weights that the gradient was taken at."""
+    starts: tuple[Start, ...]
+    """Per micro-batch, of the weights that the gradient was taken at."""
 
 
-def prepare_batch(batch: TrainBatch, loss: SapoConfig | GrpoConfig, model: LlamaConfig) -> PreparedBatch:
-    """Raises ValueError for a batch whose records or counts do not hold together, before anything is computed."""
-    counts = np.zeros(len(batch.episodes), np.int64)
-    prepared = []
-    for index, micro_batch in enumerate(batch.micro_batches):
-        check_micro_batch(index, micro_batch, model)
-        owners = episode_of_token(micro_batch.segments, len(micro_batch.columns))
-        trained = trained_tokens(micro_batch.columns)
-        rows = rows_of(micro_batch, trained)
-        if len(rows) != trained.sum() or np.any(owners[rows.tokens] < 0):
-            raise ValueError(
-                f"micro-batch {index} trains the first token of a root, which nothing predicts, or a token of a shared "
-                "prompt, which trains nowhere: give every episode a context before its first trainable token"
-            )
-        counts += np.bincount(owners[rows.tokens], minlength=len(counts))
-        prepared.append(_prepare(micro_batch, rows, owners, batch.episodes, loss))
-    for share, count in zip(batch.episodes, counts, strict=True):
-        if share.num_trainable != count:
-            raise ValueError(
-                f"episode {share.episode} of batch {batch.batch} says {share.num_trainable} trainable tokens, its columns "
-                f"hold {count} with mask and credit: the denominator would be wrong, count again when packing"
-            )
-    return PreparedBatch(tuple(prepared), denominator(batch.episodes, loss.reduction), int(counts.sum()))
-
-
-def _prepare(
-    micro_batch: MicroBatch,
-    rows: Rows,
-    owners: np.ndarray,
-    episodes: Sequence[EpisodeShare],
-    loss: SapoConfig | GrpoConfig,
-) -> PreparedMicroBatch:
-    columns, tokens = micro_batch.columns, rows.tokens
-    sampled = columns.sampled[tokens]
-    return PreparedMicroBatch(
-        micro_batch=micro_batch,
-        rows=rows,
-        weights_R=torch.from_numpy(token_weights(owners[tokens], episodes, loss.reduction)),
-        policy_P=torch.from_numpy(np.flatnonzero(sampled)),
-        supervised_S=torch.from_numpy(np.flatnonzero(~sampled)),
-        behaviour_P=torch.from_numpy(columns.logprobs[tokens][sampled]),
-        credit_P=torch.from_numpy(columns.credit[tokens][sampled]),
-    )
+NOTHING = Start(torch.zeros(0), torch.zeros(0))
 
 
 def batch_gradient(
     model: Llama,
     batch: PreparedBatch,
     objective: Objective,
-    proximal: Sequence[Tensor] | None,
+    starts: Sequence[Start] | None,
     head_chunk_tokens: int,
     tally: Tally,
+    reference: Sequence[Tensor] | None = None,
 ) -> BatchGradient:
     """Loss and gradient of the batch at the model's weights.
 
-    `proximal` are the logprobs before the first update; None on the first, whose own forward pass gives them: weights,
-    packing and replay are the same, so the update ratio is exactly 1. Every micro-batch's gradient starts from zero.
+    `starts` are the logprobs before the first update; None on the first, whose own forward pass gives them: weights,
+    packing and replay are the same, so the update ratio is exactly 1. `reference` are the reference policy's, [P] per
+    micro-batch, where the objective has a KL term. Every micro-batch's gradient starts from zero.
     """
     parameters = list(model.parameters())
-    gradients, loss, logprobs = GradientSum(), 0.0, []
+    gradients, loss, own_starts = GradientSum(), 0.0, []
     for index, prepared in enumerate(batch.micro_batches):
         if not len(prepared.rows):
             gradients.push(index, None)
-            logprobs.append(torch.zeros(0))
+            own_starts.append(NOTHING)
             continue
         with tally.seconds("forward"):
-            logprobs_R, entropy_R = score_rows(model, prepared.micro_batch, prepared.rows, head_chunk_tokens)
-        own = logprobs_R.detach()[prepared.policy_P]
-        base = own if proximal is None else proximal[index]
-        terms_R = _terms(logprobs_R, base, prepared, objective, tally)
+            scores = score_rows(
+                model, prepared.micro_batch, prepared.rows, head_chunk_tokens, full=objective.full_support
+            )
+        own = _start_of(scores, prepared)
+        start = own if starts is None else starts[index]
+        terms_R = _terms(scores, start, prepared, objective, tally, None if reference is None else reference[index])
         total = (prepared.weights_R * terms_R).sum()
         with tally.seconds("backward"):
             parts = torch.autograd.grad(total, parameters, materialize_grads=True)
         gradients.push(index, [part.float() for part in parts])
         loss += float((prepared.weights_R.double() * terms_R.detach().double()).sum())
-        logprobs.append(own)
-        tally.mean("entropy", entropy_R[prepared.policy_P])
+        own_starts.append(own)
+        tally.mean("entropy", scores.entropy_R[prepared.policy_P])
     gradient = gradients.close(len(batch.micro_batches))
     if gradient is None:
         raise ValueError("a batch without a trained token has no gradient")
     for part in gradient:
         part.div_(batch.denominator)
-    return BatchGradient(loss / batch.denominator, gradient, tuple(logprobs))
+    return BatchGradient(loss / batch.denominator, gradient, tuple(own_starts))
+
+
+@torch.no_grad()
+def reference_logprobs(
+    model: Llama, batch: PreparedBatch, objective: Objective, head_chunk_tokens: int
+) -> tuple[Tensor, ...]:
+    """Of the model's present weights, float32 [P] per micro-batch, over the support of the KL term."""
+    found = []
+    for prepared in batch.micro_batches:
+        if not len(prepared.policy_P):
+            found.append(torch.zeros(0))
+            continue
+        scores = score_rows(model, prepared.micro_batch, prepared.rows, head_chunk_tokens, full=objective.full_support)
+        found.append(scores.full_R[prepared.policy_P])
+    return tuple(found)
+
+
+def _start_of(scores: RowScores, prepared: PreparedMicroBatch) -> Start:
+    return Start(scores.logprobs_R.detach()[prepared.policy_P], scores.full_R.detach()[prepared.policy_P])
 
 
 def _terms(
-    logprobs_R: Tensor, proximal_P: Tensor, prepared: PreparedMicroBatch, objective: Objective, tally: Tally
+    scores: RowScores,
+    start: Start,
+    prepared: PreparedMicroBatch,
+    objective: Objective,
+    tally: Tally,
+    reference_P: Tensor | None,
 ) -> Tensor:
-    """Un-normalised loss per trained row: the corrected surrogate where the policy sampled, else -logprob."""
-    terms_R = torch.zeros_like(logprobs_R).index_put((prepared.supervised_S,), -logprobs_R[prepared.supervised_S])
-    tally.mean("loss/supervised", -logprobs_R[prepared.supervised_S])
-    base_P = prepared.behaviour_P if objective.ratio.base == "behaviour" else proximal_P
-    log_ratio_P = logprobs_R[prepared.policy_P] - base_P
-    surrogate_P = surrogate(log_ratio_P, prepared.credit_P, objective.loss)
-    ratio_P = ratio_of(log_ratio_P.detach())
-    tally.mean("ratio/mean", ratio_P)
-    tally.highest("ratio/max", ratio_P)
-    tally.mean("ratio/gated", 1 - surrogate_P.gate_T)
-    loss_P = surrogate_P.loss_T
-    if objective.ratio.correction.type != "none":
-        weights_P = correction_weights(proximal_P - prepared.behaviour_P, objective.ratio.correction)
-        tally.mean("correction/weight", weights_P)
-        tally.mean("correction/rejected", (weights_P == 0).float())
-        loss_P = torch.where(weights_P > 0, weights_P * loss_P, 0.0)
-    return terms_R.index_put((prepared.policy_P,), loss_P)
+    """Un-normalised loss per trained row: the objective where the policy sampled, else -logprob."""
+    imitated = -scores.logprobs_R[prepared.supervised_S]
+    tally.mean("loss/supervised", imitated)
+    terms_R = torch.zeros_like(scores.logprobs_R).index_put((prepared.supervised_S,), imitated)
+    if not len(prepared.policy_P):
+        return terms_R
+    tokens = PolicyTokens(
+        logprobs_P=scores.logprobs_R[prepared.policy_P],
+        proximal_P=start.proximal_P,
+        behaviour_P=prepared.behaviour_P,
+        credit_P=prepared.credit_P,
+        branches=prepared.branches,
+        reference=None
+        if reference_P is None
+        else Reference(own_P=scores.full_R[prepared.policy_P], start_P=start.full_P, reference_P=reference_P),
+    )
+    return terms_R.index_put((prepared.policy_P,), policy_terms(tokens, objective, tally))
 
 
 @contextmanager

@@ -27,12 +27,25 @@ from everlong.models.checkpoint import save_checkpoint
 from everlong.models.llama.model import Llama
 from everlong.models.numerics import Numerics
 from everlong.trainer.checkpoint import CheckpointStore
-from everlong.trainer.config import GrpoConfig, OptimizerConfig, RatioConfig, SapoConfig, TrainerConfig, check_effective
+from everlong.trainer.config import (
+    AnyKl,
+    AnyLoss,
+    AnyOptimizer,
+    NoKl,
+    RatioConfig,
+    TrainerConfig,
+    check_effective,
+    ignores_staleness,
+)
 from everlong.trainer.corrections import mismatch_metrics
+from everlong.trainer.kl_config import WITHOUT_KL
+from everlong.trainer.objective import Objective
 from everlong.trainer.optimizer import MasterOptimizer, learning_rate
+from everlong.trainer.preparation import PreparedBatch, PreparedMicroBatch, prepare_batch
+from everlong.trainer.reference import ReferencePolicy
 from everlong.trainer.replay import check_micro_batch
 from everlong.trainer.scoring import score_micro_batch
-from everlong.trainer.step import BatchGradient, Objective, PreparedBatch, batch_gradient, deterministic, prepare_batch
+from everlong.trainer.step import BatchGradient, batch_gradient, deterministic, reference_logprobs
 from everlong.trainer.tally import Tally
 from everlong.weights import RawTensor, WeightPublisher, WeightSet, fingerprint
 
@@ -47,14 +60,15 @@ class PolicyTrainer:
         model: Llama,
         *,
         config: TrainerConfig,
-        loss: SapoConfig | GrpoConfig,
+        loss: AnyLoss,
         ratio: RatioConfig,
-        optimizer: OptimizerConfig,
+        optimizer: AnyOptimizer,
         numerics: Numerics,
         store: ObjectStore,
         publisher: WeightPublisher,
         seed: int,
         lease: asyncio.Lock,
+        kl: AnyKl = WITHOUT_KL,
         companions: Mapping[str, bytes] | None = None,
     ) -> None:
         """`seed` is the run's: a checkpoint of a run with another one is refused. `lease` is shared with the engine.
@@ -62,13 +76,14 @@ class PolicyTrainer:
 
         Takes over the model. Raises ValueError where the loss could not change the gradient.
         """
-        check_effective(loss, ratio, config.updates_per_batch)
+        check_effective(loss, ratio, config.updates_per_batch, kl)
         if numerics is not model.numerics:
             raise ValueError(
                 f"the model was built with numerics {model.numerics}, the trainer was asked for {numerics}"
             )
         self._model, self._config, self._optimizer_config = model, config, optimizer
-        self._objective = Objective(loss, ratio)
+        self._objective = Objective(loss, ratio, kl)
+        self._reference = None if isinstance(kl, NoKl) else ReferencePolicy(model, store)
         # a copy, so that a run without checkpoint can start anew in a trainer that has trained
         self._initial = {name: weight.detach().clone() for name, weight in model.named_weights().items()}
         self._optimizer = MasterOptimizer(model, optimizer)
@@ -122,7 +137,8 @@ class PolicyTrainer:
             raise ValueError(
                 f"expected batch {self._num_batches}, got batch {batch.batch}: batches train once each and in order"
             )
-        prepared = prepare_batch(batch, self._objective.loss, self._model.config)
+        prepared = prepare_batch(batch, self._objective, self._model.config)
+        self._refuse_unweighed(prepared)
         tally = Tally()
         tally.total("tokens/trained", prepared.num_trained)
         tally.total("tokens/packed", sum(len(micro_batch.columns) for micro_batch in batch.micro_batches))
@@ -145,12 +161,13 @@ class PolicyTrainer:
     def _update(self, batch: PreparedBatch, num_updates: int, tally: Tally) -> None:
         first: BatchGradient | None = None
         supervised = not any(len(micro_batch.policy_P) for micro_batch in batch.micro_batches)
+        reference = None if supervised else self._ask_reference(batch, tally)
         rate = learning_rate(self._optimizer_config, self._num_batches, supervised=supervised)
         for _ in range(num_updates):
             with deterministic():
                 step = batch_gradient(
-                    self._model, batch, self._objective, None if first is None else first.logprobs,
-                    self._config.head_chunk_tokens, tally,
+                    self._model, batch, self._objective, None if first is None else first.starts,
+                    self._config.head_chunk_tokens, tally, reference,
                 )  # fmt: skip
             with tally.seconds("optimizer"):
                 norm = self._optimizer.step(step.gradient, self._num_batches, rate)
@@ -161,8 +178,27 @@ class PolicyTrainer:
         tally.total("learning_rate", rate)
         behaviour = torch.cat([micro_batch.behaviour_P for micro_batch in batch.micro_batches])
         if len(behaviour):
-            for name, value in mismatch_metrics(torch.cat(first.logprobs) - behaviour).items():
+            own = torch.cat([start.proximal_P for start in first.starts])
+            for name, value in mismatch_metrics(own - behaviour, batch.branches).items():
                 tally.total(name, value)
+
+    def _ask_reference(self, batch: PreparedBatch, tally: Tally) -> tuple[torch.Tensor, ...] | None:
+        if self._reference is None:
+            return None
+        chunk = self._config.head_chunk_tokens
+        with tally.seconds("reference"), deterministic():
+            return self._reference.ask(lambda: reference_logprobs(self._model, batch, self._objective, chunk))
+
+    def _refuse_unweighed(self, batch: PreparedBatch) -> None:
+        """Raises ValueError where tokens of an older policy would train as if the current one had sampled them."""
+        why = ignores_staleness(self._objective.loss, self._objective.ratio)
+        ages = [ages_of(micro_batch, self._num_batches) for micro_batch in batch.micro_batches]
+        oldest = max((int(age.max()) for age in ages if len(age)), default=0)
+        if why is not None and oldest > 0:
+            raise ValueError(
+                f"batch {self._num_batches} holds tokens that are {oldest} policy versions old, and {why}: set "
+                "ratio.correction.type, or ratio.base to behaviour with a loss that has a ratio"
+            )
 
     def _score(self, request: ScoreRequest) -> ScoredColumns:
         for index, micro_batch in enumerate(request.micro_batches):
@@ -222,11 +258,17 @@ def weight_set(model: Llama, version: int) -> WeightSet:
     return WeightSet(version=version, tensors=tensors)
 
 
+def ages_of(prepared: PreparedMicroBatch, policy_version: int) -> np.ndarray:
+    """int32[P]: how many versions ago each trained token that the policy sampled was sampled, by its own version."""
+    tokens = prepared.rows.tokens[prepared.policy_P.numpy()]
+    return policy_version - prepared.micro_batch.columns.versions[tokens]
+
+
 def _tally_records(batch: PreparedBatch, policy_version: int, tally: Tally) -> None:
     """What the records say of the trained tokens that the policy sampled: their age in versions, their kept sets."""
     for prepared in batch.micro_batches:
         columns, tokens = prepared.micro_batch.columns, prepared.rows.tokens[prepared.policy_P.numpy()]
-        ages = torch.from_numpy(policy_version - columns.versions[tokens])
+        ages = torch.from_numpy(ages_of(prepared, policy_version))
         tally.mean("staleness/mean", ages)
         tally.highest("staleness/max", ages)
         tally.mean("kept/singleton_share", torch.from_numpy(np.diff(columns.kept.offsets)[tokens] == 1))

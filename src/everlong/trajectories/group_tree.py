@@ -26,6 +26,8 @@ class Node:
     """False for context, which may be shared and split."""
     episodes: set[int]
     """Who passes through it."""
+    branch: int = 0
+    """The first of its episode's branches that passes through it."""
     children: list[int] = field(default_factory=list)
 
     @property
@@ -40,10 +42,10 @@ class GroupTree:
         self.nodes: list[Node] = []
         self.roots: list[int] = []
 
-    def add(self, parent: int, context: TokenColumns, sampled: TokenColumns, episode: int) -> int:
+    def add(self, parent: int, context: TokenColumns, sampled: TokenColumns, episode: int, branch: int = 0) -> int:
         """Hang `context` and then `sampled` below node `parent` (-1: as a root); returns the node at which they end."""
         node = self._add_context(parent, context, episode)
-        return self._new(node, sampled, episode, sampled=True) if len(sampled) else node
+        return self._new(node, sampled, episode, sampled=True, branch=branch) if len(sampled) else node
 
     def path(self, node: int) -> list[int]:
         """Node numbers from the root to `node`, with it."""
@@ -82,15 +84,15 @@ class GroupTree:
                 return child
         return None
 
-    def _new(self, parent: int, columns: TokenColumns, episode: int, *, sampled: bool) -> int:
-        self.nodes.append(Node(parent=parent, columns=columns, sampled=sampled, episodes={episode}))
+    def _new(self, parent: int, columns: TokenColumns, episode: int, *, sampled: bool, branch: int = 0) -> int:
+        self.nodes.append(Node(parent=parent, columns=columns, sampled=sampled, episodes={episode}, branch=branch))
         self.children(parent).append(len(self.nodes) - 1)
         return len(self.nodes) - 1
 
     def _split(self, node: int, length: int) -> int:
         """Put the first `length` tokens of a context node into a new parent of it, which is returned."""
         lower = self.nodes[node]
-        upper = Node(lower.parent, lower.columns.slice(0, length), False, set(lower.episodes), [node])
+        upper = Node(lower.parent, lower.columns.slice(0, length), False, set(lower.episodes), children=[node])
         siblings = self.children(lower.parent)
         self.nodes.append(upper)
         siblings[siblings.index(node)] = lower.parent = len(self.nodes) - 1

@@ -94,12 +94,12 @@ def _check_trace(name: str, columns: TokenColumns) -> None:
 def _grow(tree: GroupTree, admitted: Admission, episode: int) -> list[int]:
     """Hang the admitted turns into the tree; returns the node at which each branch ends."""
     ends = {-1: -1}
-    for branch in admitted.branches:
+    for number, branch in enumerate(admitted.branches):
         for index in branch.path:
             if index not in ends:
                 turn = admitted.episode.turns[index]
                 sampled = turn.sampled.with_credit(admitted.credit)
-                ends[index] = tree.add(ends[turn.parent], turn.context, sampled, episode)
+                ends[index] = tree.add(ends[turn.parent], turn.context, sampled, episode, number)
     return [ends[branch.path[-1]] for branch in admitted.branches]
 
 
@@ -149,6 +149,8 @@ class _Run:
     parent: int
     episode: int
     parts: list[TokenColumns]
+    branch: int | None = None
+    """Of what trains here; None where nothing does."""
 
 
 class _Packer:
@@ -207,13 +209,14 @@ class _Packer:
         lengths = [sum(map(len, run.parts)) for run in runs]
         starts = np.cumsum([0, *lengths])
         segments = (
-            Segment(parent=run.parent, start=int(start), length=length, episode=run.episode)
+            Segment(parent=run.parent, start=int(start), length=length, episode=run.episode, branch=run.branch or 0)
             for run, start, length in zip(runs, starts[:-1], lengths, strict=True)
         )
         return MicroBatch(columns=TokenColumns.join([p for run in runs for p in run.parts]), segments=tuple(segments))
 
     def _append_runs(self, runs: list[_Run], index: int, tree_index: int, nodes: set[int]) -> None:
-        """One run per node, except that an only child of the same owner lengthens its parent's."""
+        """One run per node, except that an only child of the same owner lengthens its parent's, unless both train and on
+        different branches."""
         tree = self._trees[tree_index]
         run_of = {-1: -1}
         for number in tree.preorder():
@@ -224,9 +227,12 @@ class _Packer:
             columns = node.columns if trains_here else node.columns.freeze().with_credit(None)
             parent = run_of[node.parent]
             only_child = sum(child in nodes for child in tree.children(node.parent)) == 1
-            if parent >= 0 and only_child and runs[parent].episode == node.owner:
+            apart = trains_here and parent >= 0 and runs[parent].branch not in (None, node.branch)
+            if parent >= 0 and only_child and runs[parent].episode == node.owner and not apart:
                 runs[parent].parts.append(columns)
                 run_of[number] = parent
             else:
                 runs.append(_Run(parent, node.owner, [columns]))
                 run_of[number] = len(runs) - 1
+            if trains_here:
+                runs[run_of[number]].branch = node.branch

@@ -55,6 +55,12 @@ TRUNCATION = {**PROXIMAL, "ratio.correction.type": "token_truncation"}
 MASK = {**PROXIMAL, "ratio.correction.type": "token_mask"}
 GRPO = {"loss.type": "grpo"}
 VLLM = {"engine.type": "vllm"}
+CISPO = {"loss.type": "cispo"}
+MIS_PO = {"loss.type": "reinforce", "ratio.correction.type": "mis_po"}
+PRODUCT = {"loss.type": "reinforce", "ratio.correction.type": "sequence_product"}
+SOFT = {"credit.overlong.type": "soft"}
+KL = {"kl.type": "loss"}
+MUON = {"optimizer.type": "muon"}
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,9 @@ CHANGES = {
     "credit.shuffled": Change(True),
     "credit.leave_one_out": Change(True, {"credit.scale": "none"}),
     "credit.min_verdicts": Change(3, {"schedule.group_size": 4}),
+    "credit.overlong.type": Change("soft"),
+    "credit.overlong.max_tokens": Change(10_000, SOFT),
+    "credit.overlong.buffer_tokens": Change(100, SOFT),
     "admission.zero_signal": Change("keep"),
     "admission.max_branches": Change(1),
     "admission.overlong": Change("mask"),
@@ -135,11 +144,31 @@ CHANGES = {
     "loss.clip_low": Change(0.1, GRPO),
     "loss.clip_high": Change(0.5, GRPO),
     "loss.dual_clip": Change(5.0, GRPO),
+    "loss.constant_length": Change(64, {"loss.reduction": "constant", "loss.constant_length": 32}),
+    "loss.level": Change("sequence", GRPO),
+    "loss.ratio_min": Change(0.1, CISPO),
+    "loss.ratio_max": Change(9.0, CISPO),
+    "loss.pull": Change(0.1, {"loss.type": "kimi"}),
     "ratio.base": Change("proximal", {"trainer.updates_per_batch": 2}),
     "ratio.correction.type": Change("token_mask", PROXIMAL),
     "ratio.correction.cap": Change(3.0, TRUNCATION),
     "ratio.correction.low": Change(0.25, MASK),
     "ratio.correction.high": Change(7.0, MASK),
+    "ratio.correction.token_low": Change(0.25, MIS_PO),
+    "ratio.correction.token_high": Change(7.0, MIS_PO),
+    "ratio.correction.sequence_low": Change(0.25, MIS_PO),
+    "ratio.correction.sequence_high": Change(7.0, MIS_PO),
+    "ratio.correction.outside": Change("mask", PRODUCT),
+    "ratio.off_policy_drop": Change(0.5),
+    "kl.type": Change("reward"),
+    "kl.estimator": Change("k2", KL),
+    "kl.coefficient": Change(0.5, KL),
+    "kl.support": Change("full", {**KL, "sampling.top_p": 0.9}),
+    "optimizer.type": Change("muon"),
+    "optimizer.momentum": Change(0.5, MUON),
+    "optimizer.nesterov": Change(False, MUON),
+    "optimizer.iterations": Change(3, MUON),
+    "optimizer.per_head": Change(True, MUON),
     "optimizer.learning_rate": Change(0.5),
     "optimizer.supervised_learning_rate": Change(0.25),
     "optimizer.weight_decay": Change(0.1),
@@ -360,14 +389,30 @@ async def stalled(task: Task) -> None:
     await backend.close()
 
 
+REINFORCE = {"loss.type": "reinforce"}
 TRAINED = {
-    "toy": ({}, {**GRPO, **TRUNCATION}, {**GRPO, **MASK}, {**VLLM, "engine.python": "python"}),
+    "toy": (
+        {**VLLM, "engine.python": "python"},
+        {**KL, **MUON, **SOFT},
+        {**GRPO, **TRUNCATION},
+        {**GRPO, **MASK},
+        {**CISPO, "kl.type": "reward"},
+        {"loss.type": "kimi"},
+        {"loss.type": "dapo"},
+        {"loss.type": "gspo"},
+        {"loss.type": "gspo_token"},
+        {"loss.type": "dr_grpo", "credit.scale": "none"},
+        MIS_PO,
+        PRODUCT,
+        {**REINFORCE, "ratio.correction.type": "sequence_geometric"},
+        {**REINFORCE, "ratio.correction.type": "double_sided"},
+    ),
     "scripted": (),
 }
 """Runs that together use every variant; untrained, the toy earns nothing, so groups without signal are kept."""
 SCRIPTED = (
     {"model.type": "scripted", "schedule.num_batches": 2, "schedule.group_size": 16},
-    {"model.type": "scripted", "sampling.max_tokens": 4},
+    {"model.type": "scripted", "sampling.max_tokens": 4, **SOFT},
     {"model.type": "scripted", "schedule.batch_deadline_s": 1e-3},
 )
 """Runs of the control process in which rewards differ, in which all are 0, and in which a deadline passes."""
@@ -398,7 +443,7 @@ def test_two_runs_of_one_config_are_built_alike(base: str, workplace: Path) -> N
 
 
 REFUSED = {
-    "scripted": {path for path in CHANGES if path.partition(".")[0] in ("loss", "ratio", "optimizer", "trainer")}
+    "scripted": {path for path in CHANGES if path.partition(".")[0] in ("loss", "ratio", "kl", "optimizer", "trainer")}
     | {"numerics", "threads", "engine.max_running", "engine.prefill_chunk_tokens"}
     | {"engine.block_tokens", "engine.cache_tokens", "engine.prefix_cache"}
     | {path for path, change in CHANGES.items() if change.beside == VLLM or path == "engine.type"},
@@ -453,6 +498,9 @@ def test_every_option_changes_what_is_built_or_is_refused_by_name(
         ({"sandbox.type": "scripted", "sandbox.root": "x"}, "root"),
         ({**VLLM, "engine.url": "http://host:1", "engine.cache_mb": 7}, "cache_mb"),
         ({"ratio.base": "proximal"}, "loss sapo"),
+        ({"ratio.base": "proximal", "loss.type": "reinforce"}, "ratio.base=proximal"),
+        ({"kl.type": "loss", "kl.support": "full"}, "kl.support"),
+        ({"kl.type": "loss", "kl.estimator": "k1"}, "kl.estimator=k1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -469,6 +517,7 @@ def test_an_option_without_effect_beside_others_is_refused(change: dict[str, Any
         ({"schedule.group_size": 1}, "nothing would train"),
         ({"engine.max_context": 5000}, "exceeds the 4096 positions"),
         ({"engine.cache_tokens": 1024}, "must hold one request of the whole context"),
+        ({"loss.type": "dr_grpo"}, "dr_grpo is defined on credit without deviation, got credit.scale=std_sample"),
         ({"weights.store": "memory://"}, "does not outlive it"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),

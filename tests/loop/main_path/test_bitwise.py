@@ -34,7 +34,7 @@ from everlong.rollouts.gateway.session import SessionLimits
 from everlong.rollouts.messages import Message
 from everlong.rollouts.runner import EpisodeRunner, Sampling
 from everlong.storage import open_store
-from everlong.trainer.config import OptimizerConfig
+from everlong.trainer.config import AdamWConfig
 from everlong.trainer.trainer import PolicyTrainer
 from everlong.trajectories.admission import AdmissionConfig
 from everlong.weights import WeightPublisher, WeightReader, fingerprint
@@ -105,7 +105,7 @@ class Steps:
             config=self.config.trainer,
             loss=self.config.loss,
             ratio=self.config.ratio,
-            optimizer=OptimizerConfig(learning_rate=1e-3),
+            optimizer=AdamWConfig(learning_rate=1e-3),
             numerics=Numerics.ALIGNED,
             store=self.store,
             publisher=WeightPublisher(self.store, 2),

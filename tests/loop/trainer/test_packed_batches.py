@@ -9,8 +9,17 @@ from everlong.contracts.records import Episode, EpisodeOrder, FinishReason, Purp
 from everlong.contracts.tokens import TokenColumns
 from everlong.models.llama.config import LlamaConfig
 from everlong.models.llama.model import Llama
-from everlong.trainer.config import RatioConfig, SapoConfig
-from everlong.trainer.step import Objective, batch_gradient, prepare_batch
+from everlong.trainer.config import (
+    GspoConfig,
+    GspoTokenConfig,
+    RatioConfig,
+    ReinforceConfig,
+    SapoConfig,
+    SequenceGeometric,
+)
+from everlong.trainer.objective import Objective
+from everlong.trainer.preparation import prepare_batch
+from everlong.trainer.step import batch_gradient
 from everlong.trainer.tally import Tally
 from everlong.trajectories.admission import AdmissionConfig
 from everlong.trajectories.packing import PackingConfig, pack_batch
@@ -62,13 +71,27 @@ def some_groups():
     return groups
 
 
-@pytest.mark.parametrize("reduction", ["token", "sequence"])
-def test_the_packing_limit_does_not_change_the_gradient(reduction):
-    model, objective = tiny(), Objective(SapoConfig(reduction=reduction), RatioConfig())
+WIDE = {"clip_low": 0.9, "clip_high": 9.0}
+GEOMETRIC = RatioConfig(correction=SequenceGeometric(low=0.1, high=20.0), off_policy_drop=0.2)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        *(Objective(SapoConfig(reduction=reduction), RatioConfig()) for reduction in ("token", "episode", "sequence", "group")),
+        Objective(SapoConfig(reduction="constant", constant_length=20), RatioConfig()),
+        Objective(GspoConfig(**WIDE), RatioConfig()),
+        Objective(GspoTokenConfig(**WIDE, reduction="episode"), RatioConfig()),
+        Objective(ReinforceConfig(), GEOMETRIC),
+    ],
+    ids=lambda objective: f"{objective.loss.type} {objective.loss.reduction} {objective.ratio.correction.type}",
+)  # fmt: skip
+def test_the_packing_limit_does_not_change_the_gradient(objective):
+    model = tiny()
     results, cuts, trained = [], [], []
     for limit in (10, 60, 150, 4096):
         packed = pack_batch(0, some_groups(), PackingConfig(micro_batch_tokens=limit), AdmissionConfig(), seed=0)
-        batch = prepare_batch(packed.train_batch, objective.loss, SHAPE)
+        batch = prepare_batch(packed.train_batch, objective, SHAPE)
         results.append(batch_gradient(model, batch, objective, None, 512, Tally()))
         cuts.append(len(batch.micro_batches))
         trained.append(batch.num_trained)

@@ -11,7 +11,7 @@ from everlong.contracts.tokens import TokenColumns
 from everlong.models.numerics import Numerics
 from everlong.models.toy import build_toy
 from everlong.storage import open_store
-from everlong.trainer.config import GrpoConfig, OptimizerConfig, RatioConfig, SapoConfig, TokenTruncation, TrainerConfig
+from everlong.trainer.config import AdamWConfig, GrpoConfig, RatioConfig, SapoConfig, TokenTruncation, TrainerConfig
 from everlong.trainer.trainer import PolicyTrainer
 from everlong.weights import WeightPublisher
 
@@ -26,7 +26,7 @@ def trainer_of(loss, ratio, updates=1, numerics=Numerics.FAST):
         config=TrainerConfig(updates_per_batch=updates, head_chunk_tokens=7),
         loss=loss,
         ratio=ratio,
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_batches=2),
+        optimizer=AdamWConfig(learning_rate=1e-3, warmup_batches=2),
         numerics=numerics,
         store=store,
         publisher=WeightPublisher(store, anchor_every=4),

@@ -2,24 +2,29 @@
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from tests.unit.trainer.tiny import SHAPE, tiny
 
 from everlong.contracts.records import EpisodeShare, MicroBatch, Segment, TrainBatch
 from everlong.contracts.tokens import KeptSets, TokenColumns
-from everlong.models.llama.config import LlamaConfig
-from everlong.models.llama.model import Llama
-from everlong.models.numerics import Numerics
-from everlong.trainer.config import GrpoConfig, RatioConfig, SapoConfig, TokenMask, TokenTruncation
+from everlong.trainer.config import (
+    GrpoConfig,
+    GspoConfig,
+    GspoTokenConfig,
+    RatioConfig,
+    SapoConfig,
+    TokenMask,
+    TokenTruncation,
+)
+from everlong.trainer.objective import Objective
+from everlong.trainer.preparation import prepare_batch
 from everlong.trainer.replay import predecessors
-from everlong.trainer.step import Objective, batch_gradient, prepare_batch
+from everlong.trainer.step import batch_gradient
 from everlong.trainer.tally import Tally
 
-SHAPE = LlamaConfig(
-    vocab_size=11, padded_vocab_size=16, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=4, max_positions=64,
-)  # fmt: skip
 KEPT = KeptSets.from_rows([[1, 4, 7], [], [5]])
 PROMPT = TokenColumns.context([3, 9, 2])
 SHARED = TokenColumns.sampled_tokens([2, 3], [-1.5, -2.5], version=0, temperature=0.7).with_credit(0.8)
@@ -31,15 +36,6 @@ IMITATED = TokenColumns.supervised([7, 7, 1])
 @pytest.fixture
 def model():
     return tiny()
-
-
-def tiny(numerics=Numerics.FAST):
-    model = Llama(SHAPE, numerics=numerics)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in model.named_weights().items():
-            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.4 + ("norm" in name))
-    return model
 
 
 def packed(*pieces):
@@ -65,10 +61,10 @@ FLAT = (
 COUNTS = (7, 3)
 
 
-def gradient_of(model, batch, loss=None, ratio=None, proximal=None, chunk=512):
+def gradient_of(model, batch, loss=None, ratio=None, starts=None, chunk=512):
     objective = Objective(loss or GrpoConfig(), ratio or RatioConfig())
     tally = Tally()
-    got = batch_gradient(model, prepare_batch(batch, objective.loss, SHAPE), objective, proximal, chunk, tally)
+    got = batch_gradient(model, prepare_batch(batch, objective, SHAPE), objective, starts, chunk, tally)
     return got, tally.metrics()
 
 
@@ -148,7 +144,7 @@ def sapo_term(logprob, columns, token):
     return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * credit
 
 
-@pytest.mark.parametrize("reduction", ["token", "sequence"])
+@pytest.mark.parametrize("reduction", ["token", "episode"])
 @pytest.mark.parametrize(("loss", "term"), [(GrpoConfig, grpo_term), (SapoConfig, sapo_term)], ids=["grpo", "sapo"])
 @pytest.mark.parametrize("batch", [batched(TREE, counts=COUNTS), batched(*FLAT, counts=COUNTS)], ids=["tree", "flat"])
 def test_loss_and_gradient_equal_an_independent_reference(model, batch, loss, term, reduction):
@@ -209,7 +205,7 @@ def test_ragged_micro_batches_lose_and_double_no_token(model):
     got, metrics = gradient_of(model, batched(*cut, counts=tuple(map(int, lengths))))
     expected, _ = gradient_of(model, batched(packed((-1, -1, PROMPT), *pieces), counts=tuple(map(int, lengths))))
     assert_same(got, expected)
-    assert sum(map(len, got.logprobs)) == lengths.sum()
+    assert sum(len(start.proximal_P) for start in got.starts) == lengths.sum()
     assert metrics["ratio/max"] > 0
 
 
@@ -240,14 +236,14 @@ def test_own_logprobs_are_the_proximal_ones_of_the_first_update(model):
     ratio = RatioConfig(base="proximal", correction=TokenTruncation(cap=2.0))
     first, metrics = gradient_of(model, batched(TREE, counts=COUNTS), GrpoConfig(), ratio)
     assert metrics["ratio/max"] == metrics["ratio/mean"] == 1.0
-    again, metrics = gradient_of(model, batched(TREE, counts=COUNTS), GrpoConfig(), ratio, proximal=first.logprobs)
+    again, metrics = gradient_of(model, batched(TREE, counts=COUNTS), GrpoConfig(), ratio, starts=first.starts)
     assert metrics["ratio/max"] == 1.0
     assert_same(again, first, rtol=0, atol=0)
 
 
 def test_corrections_weigh_the_tokens_and_leave_the_denominator(model):
     batch = batched(packed((-1, -1, PROMPT), (0, 0, RIGHT)), counts=(2,))
-    own = gradient_of(model, batch)[0].logprobs[0].double()
+    own = gradient_of(model, batch)[0].starts[0].proximal_P.double()
     rho = (own - torch.from_numpy(RIGHT.logprobs).double()).exp()
     low = float(rho.mean())  # rejects one of the two
     config = TokenMask(low=min(low, 0.99), high=100.0)
@@ -287,4 +283,40 @@ def test_a_token_is_predicted_by_the_one_before_it_on_its_path():
 )  # fmt: skip
 def test_a_record_that_does_not_hold_together_is_refused(micro_batch, counts, message):
     with pytest.raises(ValueError, match=message):
-        prepare_batch(batched(micro_batch, counts=counts), GrpoConfig(), SHAPE)
+        prepare_batch(batched(micro_batch, counts=counts), Objective(GrpoConfig(), RatioConfig()), SHAPE)
+
+
+# Branches ------------------------------------------------------------------------------------------------------------
+
+
+def branched(index):
+    """The flat rows, with the second row's own tokens as branch `index` of the episode."""
+    second = FLAT[1]
+    segments = tuple(msgspec.structs.replace(segment, branch=index) for segment in second.segments)
+    return FLAT[0], MicroBatch(columns=second.columns, segments=segments), FLAT[2]
+
+
+def test_a_branch_that_trains_in_two_micro_batches_has_no_ratio(model):
+    """Where every token has its own ratio nothing is wrong with it."""
+    for objective in (
+        Objective(GspoConfig(), RatioConfig()),
+        Objective(GrpoConfig(), RatioConfig(off_policy_drop=0.1)),
+    ):
+        with pytest.raises(ValueError, match="branch 0 of episode e0 trains in micro-batches 0 and 1"):
+            prepare_batch(batched(*branched(0), counts=COUNTS), objective, SHAPE)
+        assert prepare_batch(batched(*branched(1), counts=COUNTS), objective, SHAPE).num_trained == 10
+    assert (
+        prepare_batch(batched(*branched(0), counts=COUNTS), Objective(GrpoConfig(), RatioConfig()), SHAPE).num_trained
+        == 10
+    )
+
+
+def test_one_ratio_for_a_branch_needs_one_credit_for_it(model):
+    uneven = LEFT.replace(credit=np.array([0.8, 0.8, -0.3], np.float32))
+    batch = batched(packed((-1, -1, PROMPT), (0, 0, uneven)), counts=(3,))
+    for loss in (GspoConfig(), GrpoConfig(level="sequence")):
+        with pytest.raises(ValueError, match="take loss gspo_token, or loss.level=sequence_token"):
+            prepare_batch(batch, Objective(loss, RatioConfig()), SHAPE)
+    for loss in (GspoTokenConfig(), GrpoConfig(level="sequence_token"), GrpoConfig()):
+        got, _ = gradient_of(model, batch, loss)
+        assert all(part.isfinite().all() for part in got.gradient)

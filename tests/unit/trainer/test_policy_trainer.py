@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from tests.unit.trainer.tiny import SHAPE, tiny
 
 from everlong.contracts.errors import AlreadyExists, StoreError
 from everlong.contracts.records import EpisodeShare, MicroBatch, ScoreRequest, Segment, TrainBatch
@@ -17,25 +18,12 @@ from everlong.models.llama.model import Llama
 from everlong.models.numerics import Numerics, tiled_attention
 from everlong.storage import open_store
 from everlong.trainer.checkpoint import CheckpointStore
-from everlong.trainer.config import OptimizerConfig, RatioConfig, SapoConfig, TokenTruncation, TrainerConfig
+from everlong.trainer.config import AdamWConfig, RatioConfig, SapoConfig, TokenTruncation, TrainerConfig
 from everlong.trainer.optimizer import MasterOptimizer, gradient_norm, learning_rate
 from everlong.trainer.trainer import PolicyTrainer
 from everlong.weights import WeightPublisher, WeightReader
 
-SHAPE = LlamaConfig(
-    vocab_size=11, padded_vocab_size=16, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=4, max_positions=64,
-)  # fmt: skip
 PROMPT = TokenColumns.context([3, 9, 2])
-
-
-def tiny(dtype=torch.float32, numerics=Numerics.FAST):
-    model = Llama(SHAPE, dtype=dtype, numerics=numerics)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in model.named_weights().items():
-            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.4 + ("norm" in name))
-    return model
 
 
 def trainer_of(model=None, *, store=None, config=None, ratio=None, optimizer=None, seed=7, lease=None, anchor_every=10):
@@ -46,7 +34,7 @@ def trainer_of(model=None, *, store=None, config=None, ratio=None, optimizer=Non
         config=config or TrainerConfig(),
         loss=SapoConfig(),
         ratio=ratio or RatioConfig(),
-        optimizer=optimizer or OptimizerConfig(learning_rate=1e-2, weight_decay=0.1),
+        optimizer=optimizer or AdamWConfig(learning_rate=1e-2, weight_decay=0.1),
         numerics=model.numerics,
         store=store,
         publisher=WeightPublisher(store, anchor_every=anchor_every),
@@ -240,23 +228,23 @@ def test_the_norm_runs_over_all_tensors():
 
 
 def test_the_learning_rate_grows_with_the_batches():
-    config = OptimizerConfig(learning_rate=0.4, warmup_batches=4)
+    config = AdamWConfig(learning_rate=0.4, warmup_batches=4)
     assert [learning_rate(config, n) for n in range(6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
-    assert learning_rate(OptimizerConfig(learning_rate=0.4), 0) == 0.4
+    assert learning_rate(AdamWConfig(learning_rate=0.4), 0) == 0.4
 
 
 def test_supervised_batches_may_have_a_learning_rate_of_their_own():
-    config = OptimizerConfig(learning_rate=0.1, supervised_learning_rate=0.4)
+    config = AdamWConfig(learning_rate=0.1, supervised_learning_rate=0.4)
     assert learning_rate(config, 5) == 0.1
     assert learning_rate(config, 5, supervised=True) == 0.4
-    assert learning_rate(OptimizerConfig(learning_rate=0.1), 5, supervised=True) == 0.1
+    assert learning_rate(AdamWConfig(learning_rate=0.1), 5, supervised=True) == 0.1
 
 
 def test_a_step_is_adamw_of_the_clipped_gradient():
     model = tiny()
     reference = [torch.nn.Parameter(weight.detach().clone()) for weight in model.named_weights().values()]
     adamw = torch.optim.AdamW(reference, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
-    optimizer = MasterOptimizer(model, OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.5))
+    optimizer = MasterOptimizer(model, AdamWConfig(learning_rate=1e-2, max_grad_norm=0.5))
     generator = torch.Generator().manual_seed(1)
     for batch in range(3):
         gradient = [torch.randn(weight.shape, generator=generator) for weight in reference]
@@ -272,7 +260,7 @@ def test_a_step_is_adamw_of_the_clipped_gradient():
 def test_norms_are_never_decayed():
     model = tiny()
     before = weights_of(model)
-    optimizer = MasterOptimizer(model, OptimizerConfig(learning_rate=0.1, weight_decay=0.5))
+    optimizer = MasterOptimizer(model, AdamWConfig(learning_rate=0.1, weight_decay=0.5))
     optimizer.step([torch.zeros_like(weight) for weight in model.parameters()], 0, 0.1)
     for name, weight in model.named_weights().items():
         torch.testing.assert_close(weight, before[name] * (1.0 if "norm" in name else 0.95))
@@ -280,7 +268,7 @@ def test_norms_are_never_decayed():
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
     model = tiny()
-    optimizer = MasterOptimizer(model, OptimizerConfig())
+    optimizer = MasterOptimizer(model, AdamWConfig())
     before = {name: value.clone() for name, value in optimizer.state().items()}
     for bad in (float("nan"), float("inf")):
         gradient = [torch.full_like(weight, bad) for weight in model.parameters()]
@@ -291,7 +279,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
 
 async def test_masters_gather_steps_too_small_for_bfloat16():
     model = tiny(torch.bfloat16)
-    trainer = trainer_of(model, optimizer=OptimizerConfig(learning_rate=1e-5))
+    trainer = trainer_of(model, optimizer=AdamWConfig(learning_rate=1e-5))
     before = weights_of(model)
     for number in range(3):
         await trainer.train(some_batch(number))
@@ -404,7 +392,7 @@ async def test_saving_twice_leaves_the_first_as_it_is():
 
 async def test_a_checkpoint_of_the_same_batch_with_other_weights_is_refused():
     store = open_store("memory://")
-    one, other = trainer_of(store=store), trainer_of(store=store, optimizer=OptimizerConfig(learning_rate=1e-3))
+    one, other = trainer_of(store=store), trainer_of(store=store, optimizer=AdamWConfig(learning_rate=1e-3))
     for trainer in (one, other):
         await trainer.train(some_batch(0))
     await one.save()

@@ -12,7 +12,7 @@ from everlong.models.llama.config import LlamaConfig
 from everlong.models.llama.model import Llama
 from everlong.models.numerics import Numerics
 from everlong.storage import open_store
-from everlong.trainer.config import OptimizerConfig, RatioConfig, SapoConfig, TrainerConfig
+from everlong.trainer.config import AdamWConfig, RatioConfig, SapoConfig, TrainerConfig
 from everlong.trainer.scripted import ScriptedTrainer
 from everlong.trainer.trainer import PolicyTrainer
 from everlong.weights import WeightPublisher, WeightReader, fingerprint
@@ -32,7 +32,7 @@ def policy_trainer(store) -> Trainer:
         config=TrainerConfig(checkpoint_keep=5),
         loss=SapoConfig(),
         ratio=RatioConfig(),
-        optimizer=OptimizerConfig(learning_rate=1e-2),
+        optimizer=AdamWConfig(learning_rate=1e-2),
         numerics=Numerics.FAST,
         store=store,
         publisher=WeightPublisher(store, anchor_every=10),

@@ -7,6 +7,7 @@ from everlong.contracts.errors import Reason
 from everlong.contracts.records import MAX_REWARD, Episode, EpisodeOrder, FinishReason, Purpose, Turn, Verdict
 from everlong.contracts.tokens import TokenColumns
 from everlong.trajectories.credit import CreditConfig, score_group
+from everlong.trajectories.credit.overlong import NoPunishment, SoftPunishment, punishment
 
 GRPO = CreditConfig(scale="std_sample")
 POPULATION = CreditConfig(scale="std_population")
@@ -135,6 +136,34 @@ def test_credit_of_the_largest_rewards_is_a_finite_float32(config):
 def test_a_reward_that_would_make_credit_infinite_is_refused(reward):
     with pytest.raises(ValueError, match="a verdict is a finite number of at most"):
         scored([1, reward], DR_GRPO)
+
+
+# Length --------------------------------------------------------------------------------------------------------------
+
+SOFT = SoftPunishment(max_tokens=20, buffer_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"), [(0, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (20, -1.0), (21, -1.0), (900, -1.0)]
+)
+def test_soft_punishment_grows_over_the_buffer(num_tokens, expected):
+    assert punishment(num_tokens, SOFT) == expected
+    assert punishment(num_tokens, NoPunishment()) == 0.0
+
+
+def test_what_is_compared_is_the_reward_less_the_punishment():
+    """Both right, one at 18 of 20 tokens: 1 and 0.5. The record keeps the verdict."""
+    members = [episode(0, 1.0, num_turns=3), episode(1, 1.0, num_turns=18), episode(2, None, num_turns=20)]
+    group = score_group(0, "t", members, CreditConfig(scale="none", overlong=SOFT))
+    assert group.credits == (0.25, -0.25, None)
+    assert (group.baseline, group.discarded) == (0.75, None)
+    assert [member.reward for member in group.episodes] == [1.0, 1.0, None]
+    assert score_group(0, "t", members, CreditConfig(scale="none")).discarded == "zero_signal"
+
+
+def test_a_buffer_longer_than_the_limit_is_refused():
+    with pytest.raises(ValueError, match="every episode would be punished"):
+        SoftPunishment(max_tokens=10, buffer_tokens=11)
 
 
 def test_shuffled_credits_are_the_same_ones_dealt_at_random_and_alike_at_every_call():

@@ -6,7 +6,10 @@ import pytest
 from everlong.contracts.errors import Reason
 from everlong.contracts.records import Episode, EpisodeOrder, FinishReason, Purpose, Turn, Verdict
 from everlong.contracts.tokens import TokenColumns
-from everlong.trainer.denominators import denominator
+from everlong.models.source import toy_config
+from everlong.trainer.config import GrpoConfig, RatioConfig
+from everlong.trainer.objective import Objective
+from everlong.trainer.preparation import prepare_batch
 from everlong.trajectories.admission import AdmissionConfig
 from everlong.trajectories.credit import GroupMeanConfig, score_group
 from everlong.trajectories.packing import PackingConfig, pack_batch
@@ -26,6 +29,7 @@ def test_a_loss_of_one_per_trained_token_has_mean_one_and_eight_tokens_were_gene
     packed = pack_batch(0, [group], PackingConfig(), AdmissionConfig(overlong=overlong), seed=0)
     columns = [micro_batch.columns for micro_batch in packed.train_batch.micro_batches]
     total = sum(float(np.isfinite(c.credit[c.trainable]).sum()) for c in columns)
-    assert denominator(packed.train_batch.episodes, "token") == total == counted
+    prepared = prepare_batch(packed.train_batch, Objective(GrpoConfig(), RatioConfig()), toy_config())
+    assert prepared.denominator == total == counted
     assert sum(o.trained + sum(o.discarded.values()) for o in packed.outcomes.values()) == 8
     assert group.baseline == 0.5, "its reward stays in the baseline"

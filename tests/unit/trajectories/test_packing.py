@@ -59,17 +59,23 @@ def path_tokens(micro_batch, token):
 
 
 def trained_tokens(batch):
-    """Per trained token: number, the ids that stand before it and itself, credit, and the episode that owns it."""
-    found = []
+    """Per trained token: number, the ids that stand before it and itself, credit, the episode that owns it, and its branch.
+
+    A branch trains in one micro-batch, wherever its episode was cut.
+    """
+    found, homes = [], {}
     for micro_batch in batch.micro_batches:
         columns, positions = micro_batch.columns, micro_batch.positions()
         for token in np.flatnonzero(columns.trainable):
             path = path_tokens(micro_batch, token)
             assert positions[token] == len(path) - 1
-            owner = next(s.episode for s in micro_batch.segments if s.start <= token < s.start + s.length)
+            owner = next(s for s in micro_batch.segments if s.start <= token < s.start + s.length)
             number = round(-1024 * float(columns.logprobs[token])) - 1
             credit = float(columns.credit[token])
-            found.append((number, columns.ids[path].tolist(), credit, batch.episodes[owner].episode))
+            episode = batch.episodes[owner.episode].episode
+            found.append((number, columns.ids[path].tolist(), credit, episode, owner.branch))
+            homes.setdefault((episode, owner.branch), id(micro_batch))
+            assert homes[episode, owner.branch] == id(micro_batch)
     return sorted(found)
 
 
@@ -133,7 +139,7 @@ def test_every_turn_of_an_episode_gets_its_credit():
     build = Builder()
     chain = [build.turn(0, -1, [1], [2, 3]), build.turn(1, 0, [4], [5])]
     packed, _ = pack({0: [episode(chain, reward=1.0), episode([build.turn(0, -1, [1], [6])], attempt=1)]})
-    credits = {number: credit for number, _, credit, _ in trained_tokens(packed.train_batch)}
+    credits = {number: credit for number, _, credit, *_ in trained_tokens(packed.train_batch)}
     assert credits == {0: 0.5, 1: 0.5, 2: 0.5, 3: -0.5}
 
 
@@ -225,17 +231,21 @@ def batches(draw):
 
 
 def expected_tokens(scored, admission, seed):
-    """What must train, from the episodes: number, ids that the engine saw before it and itself, credit, episode."""
+    """What must train, from the episodes: number, ids that the engine saw before it and itself, credit, episode, and the
+    first admitted branch that it lies on."""
     expected = []
     for group in scored:
         for admitted in admit_group(group, admission, seed):
             tree = EpisodeTree(admitted.episode.turns)
-            for index in {turn for branch in admitted.branches for turn in branch.path}:
+            first = {}
+            for place, branch in enumerate(admitted.branches):
+                first = dict.fromkeys(branch.path, place) | first
+            for index, branch in first.items():
                 columns = tree.columns(admitted.episode.turns[index])
                 for token in range(len(columns) - len(admitted.episode.turns[index].sampled), len(columns)):
                     number = round(-1024 * float(columns.logprobs[token])) - 1
                     credit = float(np.float32(admitted.credit))
-                    expected.append((number, columns.ids[: token + 1].tolist(), credit, admitted.episode.id))
+                    expected.append((number, columns.ids[: token + 1].tolist(), credit, admitted.episode.id, branch))
     return sorted(expected)
 
 

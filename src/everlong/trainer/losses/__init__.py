@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from everlong.trainer.config import GrpoConfig, SapoConfig
+from everlong.trainer.loss_config import (
+    AnyLoss,
+    CispoConfig,
+    DapoConfig,
+    DrGrpoConfig,
+    GrpoConfig,
+    GspoConfig,
+    GspoTokenConfig,
+    KimiConfig,
+    ReinforceConfig,
+    SapoConfig,
+)
+from everlong.trainer.losses.cispo import cispo
+from everlong.trainer.losses.dapo import dapo
+from everlong.trainer.losses.dr_grpo import dr_grpo
 from everlong.trainer.losses.grpo import grpo
+from everlong.trainer.losses.gspo import gspo
+from everlong.trainer.losses.kimi import kimi
+from everlong.trainer.losses.reinforce import reinforce
 from everlong.trainer.losses.sapo import sapo
-from everlong.trainer.losses.terms import LossTerms
+from everlong.trainer.losses.terms import LossTerms, Tokens
 
-__all__ = ["LossTerms", "surrogate"]
+__all__ = ["LossTerms", "Tokens", "surrogate"]
 
 
-def surrogate(log_ratio_T: Tensor, credit_T: Tensor, config: SapoConfig | GrpoConfig) -> LossTerms:
+def surrogate(tokens: Tokens, config: AnyLoss) -> LossTerms:
     """The terms of the configured loss."""
     match config:
-        case SapoConfig():
-            return sapo(log_ratio_T, credit_T, config.tau_positive, config.tau_negative)
+        case ReinforceConfig():
+            return reinforce(tokens)
         case GrpoConfig():
-            return grpo(log_ratio_T, credit_T, config.clip_low, config.clip_high, config.dual_clip)
+            return grpo(tokens, config)
+        case DrGrpoConfig():
+            return dr_grpo(tokens, config)
+        case DapoConfig():
+            return dapo(tokens, config)
+        case CispoConfig():
+            return cispo(tokens, config)
+        case GspoConfig() | GspoTokenConfig():
+            return gspo(tokens, config)
+        case SapoConfig():
+            return sapo(tokens, config)
+        case KimiConfig():
+            return kimi(tokens, config)

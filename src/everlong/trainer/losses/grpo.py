@@ -1,25 +1,14 @@
-"""Clipped surrogate:  L_t = -min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t);  for A_t < 0 never more than dual * |A_t|
+"""GRPO: the clipped surrogate with separate bounds and a dual clip, at the level of a token or of a branch.
 
-r_t = exp(log ratio). Shao et al. 2024 (arXiv:2402.03300); separate bounds: Yu et al. 2025 (arXiv:2503.14476); dual clip:
-Ye et al. 2020 (arXiv:1912.09729). Written as -A_t clamp(r_t, low(A_t), high(A_t)), which is the same: above 0 only the
-upper bound binds, below 0 only the lower one and the dual clip. No KL term.
+Shao et al. 2024 (arXiv:2402.03300). Differs from the paper: no KL term (`kl` adds one), and the upper bound is its own.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from everlong.trainer.loss_config import GrpoConfig
+from everlong.trainer.losses.clipped import clipped
+from everlong.trainer.losses.terms import LossTerms, Tokens
 
-from everlong.trainer.losses.terms import LossTerms, ratio_of
 
-
-def grpo(
-    log_ratio_T: Tensor, credit_T: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
-) -> LossTerms:
-    """`dual_clip` None: no bound on the ratio where the credit is negative."""
-    ratio_T = ratio_of(log_ratio_T)
-    nothing, dual = ratio_T.new_tensor(0.0), ratio_T.new_tensor(torch.inf if dual_clip is None else dual_clip)
-    lowest_T = torch.where(credit_T < 0, ratio_T.new_tensor(1 - clip_low), nothing)
-    highest_T = torch.where(credit_T > 0, ratio_T.new_tensor(1 + clip_high), dual)
-    inside_T = (ratio_T >= lowest_T) & (ratio_T <= highest_T)
-    return LossTerms(loss_T=-credit_T * torch.clamp(ratio_T, lowest_T, highest_T), gate_T=inside_T.detach().to(ratio_T))
+def grpo(tokens: Tokens, config: GrpoConfig) -> LossTerms:
+    return clipped(tokens, config.clip_low, config.clip_high, config.dual_clip)

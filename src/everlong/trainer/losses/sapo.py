@@ -8,13 +8,15 @@ The value at r = 1 is 2 / tau, so it differs between the signs of A: only the gr
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from everlong.trainer.losses.terms import LossTerms, ratio_of
+from everlong.trainer.loss_config import SapoConfig
+from everlong.trainer.losses.terms import LossTerms, Tokens, ratio_of
 
 
-def sapo(log_ratio_T: Tensor, credit_T: Tensor, tau_positive: float, tau_negative: float) -> LossTerms:
-    tau_T = torch.where(credit_T > 0, log_ratio_T.new_tensor(tau_positive), log_ratio_T.new_tensor(tau_negative))
+def sapo(tokens: Tokens, config: SapoConfig) -> LossTerms:
+    log_ratio_T, credit_T = tokens.log_ratio_T, tokens.credit_T
+    positive, negative = log_ratio_T.new_tensor(config.tau_positive), log_ratio_T.new_tensor(config.tau_negative)
+    tau_T = torch.where(credit_T > 0, positive, negative)
     gate_T = torch.sigmoid(tau_T * (ratio_of(log_ratio_T) - 1))
     soft = gate_T.detach()
     return LossTerms(loss_T=-4 / tau_T * gate_T * credit_T, gate_T=4 * soft * (1 - soft))

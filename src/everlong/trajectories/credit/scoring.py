@@ -8,19 +8,21 @@ import numpy as np
 
 from everlong.contracts.records import MAX_REWARD, Episode, ScoredGroup
 from everlong.trajectories.credit.group_mean import GroupMeanConfig, all_equal, group_mean, mean
+from everlong.trajectories.credit.overlong import punishment
 
 CreditConfig = GroupMeanConfig
 """A second estimator makes this a union that `type` tells apart."""
 
 
 def score_group(group: int, task: str, episodes: Sequence[Episode], config: CreditConfig) -> ScoredGroup:
-    """Compare the episodes that have a verdict; one without has credit None and no part in the baseline.
+    """Compare the episodes that have a verdict; one without has credit None and no part in the baseline. What is compared is
+    the reward less what a length near the limit costs.
 
     Raises ValueError where an episode is of another group or task, is there twice, or has a reward that is not finite or
     beyond `MAX_REWARD`.
     """
     _check_members(group, task, episodes)
-    rewards = [episode.reward for episode in episodes]
+    rewards = [_shaped(episode, config) for episode in episodes]
     verdicts = [reward for reward in rewards if reward is not None]
     if len(verdicts) < config.min_verdicts:
         nobody = (None,) * len(episodes)
@@ -37,6 +39,11 @@ def score_group(group: int, task: str, episodes: Sequence[Episode], config: Cred
         baseline=mean(verdicts),
         discarded="zero_signal" if all_equal(verdicts) else None,
     )
+
+
+def _shaped(episode: Episode, config: CreditConfig) -> float | None:
+    """The reward that is compared."""
+    return None if episode.reward is None else episode.reward + punishment(episode.num_sampled, config.overlong)
 
 
 def _dealt(credits: list[float], group: int) -> list[float]:

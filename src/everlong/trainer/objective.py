@@ -1,0 +1,126 @@
+"""What is minimised: per trained token the corrected surrogate and the pull to the reference, or the supervised term.
+
+Order, so that nothing is counted twice: rejection masks and importance weight (detached) -> update-ratio surrogate -> KL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from everlong.trainer.branches import Branches
+from everlong.trainer.corrections import correct, off_policy
+from everlong.trainer.kl_config import WITHOUT_KL, AnyKl, KlLoss, KlReward, NoKl
+from everlong.trainer.loss_config import AnyLoss, Level, level_of
+from everlong.trainer.losses import Tokens, surrogate
+from everlong.trainer.losses.kl import kl_terms
+from everlong.trainer.losses.terms import ratio_of
+from everlong.trainer.ratio_config import RatioConfig
+from everlong.trainer.tally import Tally
+
+# P trained tokens of a micro-batch that the policy sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    loss: AnyLoss
+    ratio: RatioConfig
+    kl: AnyKl = WITHOUT_KL
+
+    @property
+    def level(self) -> Level:
+        return level_of(self.loss)
+
+    @property
+    def of_branches(self) -> bool:
+        """Whether a branch's tokens must be in one micro-batch."""
+        return self.level != "token" or self.ratio.of_sequences or isinstance(self.kl, KlReward)
+
+    @property
+    def full_support(self) -> bool:
+        return not isinstance(self.kl, NoKl) and self.kl.support == "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What the KL term compares, both over the support that `kl.support` names."""
+
+    own_P: Tensor
+    """Logprobs of the weights that are trained, with their gradient."""
+    start_P: Tensor
+    """Of the weights before the first update."""
+    reference_P: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTokens:
+    """All that is known of P tokens."""
+
+    logprobs_P: Tensor
+    """Of the weights that are trained, with their gradient."""
+    proximal_P: Tensor
+    """Of the weights before the first update."""
+    behaviour_P: Tensor
+    credit_P: Tensor
+    branches: Branches
+    reference: Reference | None = None
+
+
+def policy_terms(tokens: PolicyTokens, objective: Objective, tally: Tally) -> Tensor:
+    """Un-normalised loss per token, [P]."""
+    base_P = tokens.behaviour_P if objective.ratio.base == "behaviour" else tokens.proximal_P
+    log_ratio_P = tokens.branches.at_level(tokens.logprobs_P - base_P, objective.level)
+    terms = surrogate(Tokens(tokens.logprobs_P, log_ratio_P, _credit(tokens, objective.kl, tally)), objective.loss)
+    if objective.loss.type != "reinforce":
+        ratio_P = ratio_of(log_ratio_P.detach())
+        tally.mean("ratio/mean", ratio_P)
+        tally.highest("ratio/max", ratio_P)
+        tally.mean("ratio/gated", 1 - terms.gate_T)
+    weights_P = _weights(tokens, objective, tally)
+    loss_P = terms.loss_T if weights_P is None else torch.where(weights_P > 0, weights_P * terms.loss_T, 0.0)
+    return loss_P + _kl_loss(tokens, objective.kl, tally)
+
+
+def _weights(tokens: PolicyTokens, objective: Objective, tally: Tally) -> Tensor | None:
+    """Detached, 0 where rejected; None where nothing is corrected."""
+    ratio = objective.ratio
+    if ratio.correction.type == "none" and ratio.off_policy_drop is None:
+        return None
+    own_P = tokens.logprobs_P.detach()
+    numerator_P = own_P if objective.loss.type == "reinforce" else tokens.proximal_P
+    correction = correct(numerator_P - tokens.behaviour_P, tokens.branches, ratio.correction)
+    weights_P, rejected = correction.weights_T, dict(correction.rejected)
+    if ratio.off_policy_drop is not None:
+        log_ratio_P = own_P - tokens.behaviour_P
+        rejected["off_policy"] = off_policy(log_ratio_P, tokens.credit_P, tokens.branches, ratio.off_policy_drop)
+        weights_P = torch.where(rejected["off_policy"], 0.0, weights_P)
+    tally.mean("correction/weight", weights_P)
+    tally.mean("correction/rejected", (weights_P == 0).float())
+    for name, outside_P in rejected.items():
+        tally.mean(f"correction/rejected/{name}", outside_P.float())
+    return weights_P
+
+
+def _credit(tokens: PolicyTokens, kl: AnyKl, tally: Tally) -> Tensor:
+    """Lowered, where the KL is a reward, by what the rest of the branch costs."""
+    if not isinstance(kl, KlReward):
+        return tokens.credit_P
+    reference = tokens.reference
+    assert reference is not None
+    # the policy that is rewarded is that of the batch, whatever update this is
+    cost_P = kl_terms(reference.start_P, reference.reference_P, torch.zeros_like(reference.start_P), kl.estimator)
+    tally.mean("kl", cost_P)
+    return tokens.credit_P - kl.coefficient * tokens.branches.to_go(cost_P)
+
+
+def _kl_loss(tokens: PolicyTokens, kl: AnyKl, tally: Tally) -> Tensor | float:
+    if not isinstance(kl, KlLoss):
+        return 0.0
+    reference = tokens.reference
+    assert reference is not None
+    to_sampler_P = tokens.logprobs_P - tokens.behaviour_P
+    estimate_P = kl_terms(reference.own_P, reference.reference_P, to_sampler_P, kl.estimator)
+    tally.mean("kl", estimate_P)
+    return kl.coefficient * estimate_P

@@ -1,0 +1,147 @@
+"""From a batch's records to what one gradient needs of them: checked, counted and weighed before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everlong.contracts.records import EpisodeShare, MicroBatch, TrainBatch
+from everlong.models.llama.config import LlamaConfig
+from everlong.trainer.branches import Branches
+from everlong.trainer.denominators import TokenOwners, weigh
+from everlong.trainer.objective import Objective
+from everlong.trainer.replay import (
+    Rows,
+    branch_of_token,
+    check_micro_batch,
+    episode_of_token,
+    rows_of,
+    trained_tokens,
+)
+
+# R trained rows of a micro-batch; P of them the policy sampled, S are supervised
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedMicroBatch:
+    micro_batch: MicroBatch
+    rows: Rows
+    weights_R: Tensor
+    """Of the reduction."""
+    policy_P: Tensor
+    """Which rows the policy sampled; the others are imitated."""
+    supervised_S: Tensor
+    behaviour_P: Tensor
+    """Logprobs at sampling."""
+    credit_P: Tensor
+    branches: Branches
+    """Of the rows that the policy sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    micro_batches: tuple[PreparedMicroBatch, ...]
+    denominator: int
+    num_trained: int
+
+    @property
+    def branches(self) -> Branches:
+        """Of all rows that the policy sampled, micro-batch after micro-batch."""
+        return Branches.join([micro_batch.branches for micro_batch in self.micro_batches])
+
+
+def prepare_batch(batch: TrainBatch, objective: Objective, model: LlamaConfig) -> PreparedBatch:
+    """Raises ValueError for a batch whose records or counts do not hold together, before anything is computed."""
+    pieces = [_rows(index, micro_batch, model) for index, micro_batch in enumerate(batch.micro_batches)]
+    owners = _join([owners for _, owners in pieces])
+    _check_counts(batch, np.bincount(owners.episode_T, minlength=len(batch.episodes)))
+    loss = objective.loss
+    weights, denominator = weigh(owners, batch.episodes, loss.reduction, loss.constant_length)
+    ends = np.cumsum([len(rows) for rows, _ in pieces], dtype=np.int64)
+    parts = np.split(weights, ends)[:-1]  # what lies behind the last end is empty
+    prepared = tuple(
+        _prepare(micro_batch, *piece, part)
+        for micro_batch, piece, part in zip(batch.micro_batches, pieces, parts, strict=True)
+    )
+    if objective.of_branches:
+        _check_branches(batch.episodes, [own for _, own in pieces])
+    if objective.level == "sequence":
+        _check_credit(prepared)
+    return PreparedBatch(prepared, denominator, len(owners.episode_T))
+
+
+def _rows(index: int, micro_batch: MicroBatch, model: LlamaConfig) -> tuple[Rows, TokenOwners]:
+    check_micro_batch(index, micro_batch, model)
+    segments, num_tokens = micro_batch.segments, len(micro_batch.columns)
+    owners = episode_of_token(segments, num_tokens)
+    trained = trained_tokens(micro_batch.columns)
+    rows = rows_of(micro_batch, trained)
+    if len(rows) != trained.sum() or np.any(owners[rows.tokens] < 0):
+        raise ValueError(
+            f"micro-batch {index} trains the first token of a root, which nothing predicts, or a token of a shared "
+            "prompt, which trains nowhere: give every episode a context before its first trainable token"
+        )
+    return rows, TokenOwners(owners[rows.tokens], branch_of_token(segments, num_tokens)[rows.tokens])
+
+
+def _prepare(micro_batch: MicroBatch, rows: Rows, owners: TokenOwners, weights: np.ndarray) -> PreparedMicroBatch:
+    columns, tokens = micro_batch.columns, rows.tokens
+    sampled = columns.sampled[tokens]
+    keys = np.stack([owners.episode_T, owners.branch_T], 1)[sampled]
+    branches, index = np.unique(keys, axis=0, return_inverse=True)
+    return PreparedMicroBatch(
+        micro_batch=micro_batch,
+        rows=rows,
+        weights_R=torch.from_numpy(weights),
+        policy_P=torch.from_numpy(np.flatnonzero(sampled)),
+        supervised_S=torch.from_numpy(np.flatnonzero(~sampled)),
+        behaviour_P=torch.from_numpy(columns.logprobs[tokens][sampled]),
+        credit_P=torch.from_numpy(columns.credit[tokens][sampled]),
+        branches=Branches(torch.from_numpy(index.reshape(-1)), len(branches)),
+    )
+
+
+def _join(owners: Sequence[TokenOwners]) -> TokenOwners:
+    nothing = np.zeros(0, np.int64)
+    return TokenOwners(
+        np.concatenate([nothing, *(own.episode_T for own in owners)]),
+        np.concatenate([nothing, *(own.branch_T for own in owners)]),
+    )
+
+
+def _check_counts(batch: TrainBatch, counts: np.ndarray) -> None:
+    for share, count in zip(batch.episodes, counts, strict=True):
+        if share.num_trainable != count:
+            raise ValueError(
+                f"episode {share.episode} of batch {batch.batch} says {share.num_trainable} trainable tokens, its columns "
+                f"hold {count} with mask and credit: the denominator would be wrong, count again when packing"
+            )
+
+
+def _check_branches(episodes: Sequence[EpisodeShare], owners: Sequence[TokenOwners]) -> None:
+    seen: dict[tuple[int, int], int] = {}
+    for index, own in enumerate(owners):
+        for key in _keys(own):
+            if seen.setdefault(key, index) != index:
+                raise ValueError(
+                    f"branch {key[1]} of episode {episodes[key[0]].episode} trains in micro-batches {seen[key]} and {index}: its "
+                    "ratio is of all its tokens, so pack a branch whole or number its parts as branches"
+                )
+
+
+def _keys(owners: TokenOwners) -> Iterator[tuple[int, int]]:
+    yield from sorted(set(zip(owners.episode_T.tolist(), owners.branch_T.tolist(), strict=True)))
+
+
+def _check_credit(micro_batches: Sequence[PreparedMicroBatch]) -> None:
+    for index, prepared in enumerate(micro_batches):
+        branches, credit_P = prepared.branches, prepared.credit_P
+        if not torch.equal(branches.spread(branches.means(credit_P), credit_P), credit_P):
+            raise ValueError(
+                f"credit differs within a branch of micro-batch {index}, and the ratio of a whole branch has one credit: take "
+                "loss gspo_token, or loss.level=sequence_token"
+            )
