@@ -67,7 +67,8 @@ def quickstart_config(model_type: str = "smollm2") -> RunConfig:
         )
     return RunConfig(
         output=output,
-        model=Smollm2Model(dtype="bfloat16"),
+        # the tag is said: of a default the command line keeps what was set, and without it the model would be the toy
+        model=Smollm2Model(type="smollm2", dtype="bfloat16"),
         tasks=quickstart_tasks(output),
         harness=HarnessConfig(system_prompt="", max_turns=4, max_context=512),
         sampling=SamplingConfig(max_tokens=48),
