@@ -7,7 +7,7 @@ CORE_VENV := .venv-core
 CORE_STAMP := $(CORE_VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup train test unit loop system campaign check format docs clean help
+.PHONY: setup train test unit loop system campaign study-learning check format docs clean help
 
 help:
 	@echo "make setup   install everlong into $(VENV); the command is $(BIN)/everlong"
@@ -15,6 +15,7 @@ help:
 	@echo "make test    unit and loop tiers (what a change must pass)"
 	@echo "make system  real servers and clients"
 	@echo "make check   lint, types, import contracts"
+	@echo "make study-learning  RL against more imitation and shuffled rewards, three seeds, about an hour"
 	@echo "make campaign  kill -9 campaign on a real run; writes docs/evidence/"
 
 setup: $(STAMP)
@@ -41,6 +42,9 @@ test: $(STAMP) $(CORE_STAMP)
 
 system: $(STAMP)
 	$(PYTEST) tests/system
+
+study-learning: $(STAMP)
+	$(BIN)/python -m tests.study.learning
 
 campaign: $(STAMP)
 	$(BIN)/python -m tests.campaign.kill --kills 10
