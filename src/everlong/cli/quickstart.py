@@ -72,7 +72,7 @@ def quickstart_config(model_type: str = "smollm2") -> RunConfig:
         tasks=quickstart_tasks(output),
         harness=HarnessConfig(system_prompt="", max_turns=4, max_context=512),
         sampling=SamplingConfig(max_tokens=48),
-        warmup=WarmupConfig(num_batches=8, traces_per_batch=32, num_tasks=160),
+        warmup=WarmupConfig(num_batches=6, traces_per_batch=32, num_tasks=96),
         schedule=ScheduleConfig(num_batches=16, groups_per_batch=8, group_size=8, eval_every=8, checkpoint_every=8),
         optimizer=AdamWConfig(learning_rate=3e-5, supervised_learning_rate=1e-4),
     )
