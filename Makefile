@@ -7,7 +7,7 @@ CORE_VENV := .venv-core
 CORE_STAMP := $(CORE_VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup train test unit loop system campaign check format docs clean help
+.PHONY: setup train test unit loop system campaign peers check format docs clean help
 
 help:
 	@echo "make setup   install everlong into $(VENV); the command is $(BIN)/everlong"
@@ -15,6 +15,7 @@ help:
 	@echo "make test    unit and loop tiers (what a change must pass)"
 	@echo "make system  real servers and clients"
 	@echo "make check   lint, types, import contracts"
+	@echo "make peers   what the benches engine and step are measured against: transformers and TRL, 1.3 GB"
 	@echo "make campaign  kill -9 campaign on a real run; writes docs/evidence/"
 
 setup: $(STAMP)
@@ -44,6 +45,9 @@ system: $(STAMP)
 
 campaign: $(STAMP)
 	$(BIN)/python -m tests.campaign.kill --kills 10
+
+peers: $(STAMP)
+	$(BIN)/python -m everlong.cli.benches.peers.environment
 
 check: $(STAMP)
 	$(BIN)/ruff check src tests
