@@ -16,13 +16,11 @@ class Windows:
         self._tokenizer, self._ids = tokenizer, self._tokens(tokenizer)
 
     def take(self, num_tokens: int) -> list[int]:
-        """Ids whose text is encoded as these same ids, so that a peer may be given either. RuntimeError at the text's end."""
+        """Ids whose text is encoded as these same ids, so that a peer may be given either. ValueError at the text's end."""
         while True:
             ids = [token for token, _ in zip(self._ids, range(num_tokens), strict=False)]
             if len(ids) < num_tokens:
-                raise RuntimeError(
-                    "the bench asks for more text than the package has: ask for fewer or shorter prompts"
-                )
+                raise ValueError("the bench asks for more text than the package has: ask for fewer or shorter prompts")
             if self._tokenizer.encode(self._tokenizer.decode(ids)) == ids:
                 return ids
 

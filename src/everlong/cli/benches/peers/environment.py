@@ -21,7 +21,7 @@ def peers_folder() -> Path:
 
 
 def peers_python() -> Path:
-    """The environment's interpreter. Raises RuntimeError where it cannot be made; what pip said is on the terminal."""
+    """The environment's interpreter. Raises ChildProcessError where it cannot be made; what pip said is on the terminal."""
     folder = peers_folder()
     python, stamp, pins = folder / "bin" / "python", folder / "constraints.txt", CONSTRAINTS.read_text()
     if stamp.is_file() and stamp.read_text() == pins:
@@ -35,7 +35,7 @@ def peers_python() -> Path:
     command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     command += ["--extra-index-url", index] if index else []
     if subprocess.run([*command, "-c", str(CONSTRAINTS), *PACKAGES], stdout=sys.stderr).returncode:
-        raise RuntimeError(
+        raise ChildProcessError(
             f"expected pip to install {', '.join(PACKAGES)} into {folder}, it failed: see above; EVERLONG_PEERS may name "
             "another folder, TORCH_INDEX another index of torch wheels"
         )

@@ -29,7 +29,7 @@ class Peer:
         self.ready = self._read()
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Raises RuntimeError with the end of what the peer wrote to its errors where it has ended."""
+        """Raises ChildProcessError with the end of what the peer wrote to its errors where it has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -53,4 +53,4 @@ class Peer:
             return json.loads(line)
         code = self._process.wait()
         self._errors.seek(0)
-        raise RuntimeError(f"the peer {self._script} ended with code {code}:\n{self._errors.read()[-2000:]}")
+        raise ChildProcessError(f"the peer {self._script} ended with code {code}:\n{self._errors.read()[-2000:]}")
