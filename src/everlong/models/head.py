@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from everlong.models.llama.config import LlamaConfig
 from everlong.models.numerics import Numerics, linear, steady
@@ -121,9 +120,9 @@ def token_logprobs(
         if kept is not None:
             ids, offsets = kept
             rows = ids[offsets[start] : offsets[stop]], offsets[start : stop + 1] - offsets[start]
-        part = checkpoint(
-            _chunk, hidden_TM[start:stop], head_weight_VM, labels_T[start:stop], temperature_T[start:stop], rows, start,
-            config, numerics, use_reentrant=False, preserve_rng_state=False,
+        part = _Chunk.apply(
+            hidden_TM[start:stop], head_weight_VM, labels_T[start:stop], temperature_T[start:stop], rows, start, config,
+            numerics,
         )  # fmt: skip
         logprobs.append(part[0])
         entropies.append(part[1])
@@ -133,29 +132,73 @@ def token_logprobs(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _chunk(
-    hidden: Tensor,
-    head_weight: Tensor,
-    labels: Tensor,
-    temperature: Tensor,
-    kept: tuple[Tensor, Tensor] | None,
-    first_token: int,
-    config: LlamaConfig,
-    numerics: Numerics,
-) -> tuple[Tensor, Tensor]:
-    logits = logits_of(hidden, head_weight, config, numerics)
-    keep = None
-    if kept is not None and len(kept[0]):
-        keep = keep_mask(*kept, vocab_rows=logits.shape[-1])
-        outside = ~keep.gather(-1, labels[:, None])[:, 0]
-        if outside.any():
-            token = int(outside.nonzero()[0])
-            raise ValueError(
-                f"kept set of token {first_token + token} lacks its id {int(labels[token])}: refuse the record"
-            )
-    processed = processed_log_softmax(logits, temperature, keep)
-    logprobs = processed.gather(-1, labels[:, None])[:, 0]
-    with torch.no_grad():
+class _Chunk(torch.autograd.Function):
+    """Logprobs and entropies of some rows. Backward computes their logits again, but of those ids alone that one of the rows
+    keeps: with recorded kept sets most of the vocabulary has no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        head_weight: Tensor,
+        labels: Tensor,
+        temperature: Tensor,
+        kept: tuple[Tensor, Tensor] | None,
+        first_token: int,
+        config: LlamaConfig,
+        numerics: Numerics,
+    ) -> tuple[Tensor, Tensor]:
+        logits = logits_of(hidden, head_weight, config, numerics)
+        keep = None
+        if kept is not None and len(kept[0]):
+            keep = keep_mask(*kept, vocab_rows=logits.shape[-1])
+            _check_labels(keep, labels, first_token)
+        processed = processed_log_softmax(logits, temperature, keep)
+        logprobs = processed.gather(-1, labels[:, None])[:, 0]
         full = processed if keep is None else processed_log_softmax(logits, temperature, None)
         entropy = -(full.exp() * full.clamp(min=-1e30)).sum(-1)
-    return logprobs, entropy
+        ctx.save_for_backward(hidden, head_weight, labels, temperature)
+        ctx.kept, ctx.config, ctx.numerics = kept, config, numerics
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, gradient_T: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, head_weight, labels, temperature = ctx.saved_tensors
+        ids = _kept_somewhere(ctx.kept)
+        if ids is None:
+            weight, keep, places = head_weight, None, labels
+            if ctx.kept is not None and len(ctx.kept[0]):
+                keep = keep_mask(*ctx.kept, vocab_rows=len(weight))
+            logits = logits_of(hidden, weight, ctx.config, ctx.numerics)
+        else:
+            weight, places = head_weight[ids], torch.searchsorted(ids, labels)
+            keep = keep_mask(torch.searchsorted(ids, ctx.kept[0].long()), ctx.kept[1], vocab_rows=len(ids))
+            logits = linear(hidden, weight, ctx.numerics).float()
+        # d logprob / d logits = (one at the label, minus the distribution) / temperature
+        scale_T = gradient_T / temperature
+        d_logits = processed_log_softmax(logits, temperature, keep).exp_().mul_(-scale_T[:, None])
+        d_logits.scatter_add_(-1, places[:, None], scale_T[:, None])
+        dtype = torch.float32 if ctx.numerics is Numerics.ALIGNED else head_weight.dtype
+        d_logits = d_logits.to(dtype)
+        d_hidden = (d_logits @ weight.to(dtype)).to(hidden.dtype)
+        d_weight = (d_logits.T @ hidden.to(dtype)).to(head_weight.dtype)
+        if ids is not None:
+            d_weight = torch.zeros_like(head_weight).index_copy_(0, ids, d_weight)
+        return d_hidden, d_weight, *(None,) * 6
+
+
+def _kept_somewhere(kept: tuple[Tensor, Tensor] | None) -> Tensor | None:
+    """Ids that some row keeps, ascending, int64; None where a row keeps the whole vocabulary."""
+    if kept is None or bool((kept[1].diff() == 0).any()):
+        return None
+    return kept[0].long().unique()
+
+
+def _check_labels(keep_TV: Tensor, labels_T: Tensor, first_token: int) -> None:
+    outside = ~keep_TV.gather(-1, labels_T[:, None])[:, 0]
+    if outside.any():
+        token = int(outside.nonzero()[0])
+        raise ValueError(
+            f"kept set of token {first_token + token} lacks its id {int(labels_T[token])}: refuse the record"
+        )

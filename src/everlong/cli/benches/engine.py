@@ -2,7 +2,7 @@
 
 Both sample 64 tokens at temperature 1 and top-p 0.95 with logprobs and kept sets, from the same prompts, which are new in
 every turn, so that the engine's cache holds nothing of an earlier one. In `16-shared` 16 prompts of 2,048 tokens begin with
-the same 1,638, as the turns of a group do.
+the same 1,638, as the turns of a group do. `tokens_per_cpu_s` counts processor time: neighbours hardly enter it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from everlong.cli.bench import Row
 from everlong.cli.benches.peers.process import Peer
 from everlong.cli.benches.prompts import Windows
 from everlong.cli.benches.smollm2 import open_smollm2
+from everlong.cli.benches.timing import Spent, Stopwatch
 from everlong.contracts.ports import Engine
 from everlong.contracts.records import GenerateRequest, SamplingKey, SamplingParams
 from everlong.engines.config import EmbeddedConfig
@@ -47,33 +48,42 @@ async def _measure(cases: tuple[Case, ...], turns: int) -> list[Row]:
     peer = Peer("generate", job, cell.threads)
     try:
         await _generate(cell.engine, [job["prompt"]])
-        return [await _row(case, turns, windows, cell.engine, peer) for case in cases]
+        return [row for case in cases for row in await _rows(case, turns, windows, cell.engine, peer)]
     finally:
         peer.close()
         await cell.close()
 
 
-async def _row(case: Case, turns: int, windows: Windows, engine: Engine, peer: Peer) -> Row:
-    ours, theirs = [], []
+async def _rows(case: Case, turns: int, windows: Windows, engine: Engine, peer: Peer) -> list[Row]:
+    ours: list[Spent] = []
+    theirs: list[Spent] = []
+    num_tokens = case.num_prompts * NEW_TOKENS
     for _ in range(turns):
         shared = windows.take(case.shared)
         prompts = [shared + windows.take(case.own) for _ in range(case.num_prompts)]
         ours.append(await _generate(engine, prompts))
         answer = peer.ask({"prompts": prompts, "new_tokens": NEW_TOKENS})
-        assert answer["tokens"] == len(prompts) * NEW_TOKENS, f"generate stopped early: {answer}"
-        theirs.append(answer["tokens"] / answer["seconds"])
-    value, reference = statistics.median(ours), statistics.median(theirs)
-    return Row(case.name, "tokens_per_s", "1/s", value, "hf-generate", reference, value / reference)
+        assert answer["tokens"] == num_tokens, f"generate stopped early: {answer}"
+        theirs.append(Spent(answer["seconds"], answer["cpu_seconds"]))
+    return [
+        _row(case, "tokens_per_s", *(num_tokens / statistics.median(s.seconds for s in side) for side in (ours, theirs))),
+        _row(
+            case, "tokens_per_cpu_s",
+            *(num_tokens / statistics.median(s.cpu_seconds for s in side) for side in (ours, theirs)),
+        ),
+    ]  # fmt: skip
 
 
-async def _generate(engine: Engine, prompts: list[list[int]]) -> float:
-    """Tokens per second."""
-    loop = asyncio.get_running_loop()
-    began = loop.time()
+def _row(case: Case, metric: str, value: float, reference: float) -> Row:
+    return Row(case.name, metric, "1/s", value, "hf-generate", reference, value / reference)
+
+
+async def _generate(engine: Engine, prompts: list[list[int]]) -> Spent:
+    stopwatch = Stopwatch()
     replies = await asyncio.gather(*(engine.generate(request) for request in requests(prompts)))
-    num_tokens = sum(len(reply.columns) for reply in replies)
-    assert num_tokens == len(prompts) * NEW_TOKENS, "without stops every answer has its full length"
-    return num_tokens / (loop.time() - began)
+    spent = stopwatch.read()
+    assert all(len(reply.columns) == NEW_TOKENS for reply in replies), "without stops every answer has its full length"
+    return spent
 
 
 def requests(prompts: list[list[int]]) -> list[GenerateRequest]:

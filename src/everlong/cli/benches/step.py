@@ -15,6 +15,7 @@ from everlong.cli.benches.engine import NEW_TOKENS, requests
 from everlong.cli.benches.peers.process import Peer
 from everlong.cli.benches.prompts import Windows
 from everlong.cli.benches.smollm2 import SmolCell, open_smollm2
+from everlong.cli.benches.timing import Spent, Stopwatch
 from everlong.contracts.records import (
     Episode,
     EpisodeOrder,
@@ -50,25 +51,32 @@ async def _measure() -> list[Row]:
         "group_size": GROUP_SIZE,
     }
     peer = Peer("grpo", job, cell.threads)
-    ours, theirs = [], []
+    ours: list[Spent] = []
+    theirs: list[Spent] = []
     try:
         for batch, prompt in enumerate(prompts):
             ours.append(await _step(cell, batch, prompt))
             answer = peer.ask({})
             assert answer["tokens"] == GROUP_SIZE * NEW_TOKENS, f"TRL sampled another number of tokens: {answer}"
-            theirs.append(answer["seconds"])
+            theirs.append(Spent(answer["seconds"], answer["cpu_seconds"]))
     finally:
         peer.close()
         await cell.close()
     # the first turn warms both up
-    value, reference = statistics.median(ours[1:]), statistics.median(theirs[1:])
+    ours, theirs = ours[1:], theirs[1:]
+    return [
+        _row("step_s", *(statistics.median(spent.seconds for spent in side) for side in (ours, theirs))),
+        _row("step_cpu_s", *(statistics.median(spent.cpu_seconds for spent in side) for side in (ours, theirs))),
+    ]
+
+
+def _row(metric: str, value: float, reference: float) -> Row:
     case = f"{GROUP_SIZE} x ({PROMPT_TOKENS} + {NEW_TOKENS})"
-    return [Row(case, "step_s", "s", value, "trl", reference, reference / value)]
+    return Row(case, metric, "s", value, "trl", reference, reference / value)
 
 
-async def _step(cell: SmolCell, batch: int, prompt: list[int]) -> float:
-    loop = asyncio.get_running_loop()
-    began = loop.time()
+async def _step(cell: SmolCell, batch: int, prompt: list[int]) -> Spent:
+    stopwatch = Stopwatch()
     asked = requests([prompt] * GROUP_SIZE)
     replies = await asyncio.gather(*(cell.engine.generate(request) for request in asked))
     episodes = [_episode(batch, attempt, *pair) for attempt, pair in enumerate(zip(asked, replies, strict=True))]
@@ -77,8 +85,9 @@ async def _step(cell: SmolCell, batch: int, prompt: list[int]) -> float:
     report = await cell.trainer.train(packed.train_batch)
     published = await cell.trainer.publish()
     await cell.engine.update(published.version)
+    spent = stopwatch.read()
     assert report.metrics["tokens/trained"] == GROUP_SIZE * NEW_TOKENS
-    return loop.time() - began
+    return spent
 
 
 def _episode(batch: int, attempt: int, request: GenerateRequest, reply: GenerateReply) -> Episode:

@@ -22,16 +22,17 @@ class Steps(TrainerCallback):
     """Every step waits for a line, and answers when it is done."""
 
     def __init__(self, lines) -> None:
-        self._lines, self._began, self.tokens = lines, 0.0, 0
+        self._lines, self._began, self._cpu_began, self.tokens = lines, 0.0, 0.0, 0
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         if not sys.stdin.readline():
             sys.exit(0)
-        self.tokens, self._began = 0, time.perf_counter()
+        self.tokens, self._began, self._cpu_began = 0, time.perf_counter(), time.process_time()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        seconds = time.perf_counter() - self._began
-        print(json.dumps({"seconds": seconds, "tokens": self.tokens}), file=self._lines, flush=True)
+        seconds, cpu_seconds = time.perf_counter() - self._began, time.process_time() - self._cpu_began
+        answer = {"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": self.tokens}
+        print(json.dumps(answer), file=self._lines, flush=True)
 
 
 def main() -> None:
