@@ -7,7 +7,7 @@ CORE_VENV := .venv-core
 CORE_STAMP := $(CORE_VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup train test unit loop system campaign study-learning check format docs clean help
+.PHONY: setup train test unit loop system campaign study-learning peers check format docs clean help
 
 help:
 	@echo "make setup   install everlong into $(VENV); the command is $(BIN)/everlong"
@@ -16,6 +16,7 @@ help:
 	@echo "make system  real servers and clients"
 	@echo "make check   lint, types, import contracts"
 	@echo "make study-learning  RL against more imitation and shuffled rewards, three seeds, about an hour"
+	@echo "make peers   what the benches engine and step are measured against: transformers and TRL, 1.3 GB"
 	@echo "make campaign  kill -9 campaign on a real run; writes docs/evidence/"
 
 setup: $(STAMP)
@@ -48,6 +49,9 @@ study-learning: $(STAMP)
 
 campaign: $(STAMP)
 	$(BIN)/python -m tests.campaign.kill --kills 10
+
+peers: $(STAMP)
+	$(BIN)/python -m everlong.cli.benches.peers.environment
 
 check: $(STAMP)
 	$(BIN)/ruff check src tests
