@@ -163,7 +163,8 @@ class _Chunk(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, gradient_T: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient_T = gradients[0]
         hidden, head_weight, labels, temperature = ctx.saved_tensors
         ids = _kept_somewhere(ctx.kept)
         if ids is None:

@@ -11,7 +11,7 @@ from everlong.engines.config import EmbeddedConfig
 from everlong.models.smollm2 import smollm2_folder
 from everlong.rollouts.renderers.tokenizers import FileTokenizer
 from everlong.storage import open_store
-from everlong.trainer.config import GrpoConfig, OptimizerConfig, RatioConfig, TrainerConfig
+from everlong.trainer.config import GrpoConfig, AdamWConfig, RatioConfig, TrainerConfig
 from everlong.weights import WeightPublisher, WeightReader
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ async def open_smollm2(engine: EmbeddedConfig) -> SmolCell:
     policy, sampled = (load_checkpoint(folder, vocab_size=tokenizer.vocab_size, dtype=torch.bfloat16) for _ in range(2))
     trainer = PolicyTrainer(
         policy, config=TrainerConfig(), loss=GrpoConfig(), ratio=RatioConfig(),
-        optimizer=OptimizerConfig(learning_rate=1e-6), numerics=Numerics.FAST, store=store,
+        optimizer=AdamWConfig(learning_rate=1e-6), numerics=Numerics.FAST, store=store,
         publisher=WeightPublisher(store, 10), seed=0, lease=lease,
     )  # fmt: skip
     embedded = TorchEngine(
