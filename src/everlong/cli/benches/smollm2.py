@@ -11,7 +11,7 @@ from everlong.engines.config import EmbeddedConfig
 from everlong.models.smollm2 import smollm2_folder
 from everlong.rollouts.renderers.tokenizers import FileTokenizer
 from everlong.storage import open_store
-from everlong.trainer.config import GrpoConfig, AdamWConfig, RatioConfig, TrainerConfig
+from everlong.trainer.config import AdamWConfig, GrpoConfig, RatioConfig, TrainerConfig
 from everlong.weights import WeightPublisher, WeightReader
 
 if TYPE_CHECKING:
