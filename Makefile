@@ -9,7 +9,7 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup vllm train test unit loop system campaign check format docs clean help
+.PHONY: setup vllm train test unit loop system campaign study-learning peers check format docs clean help
 
 help:
 	@echo "make setup   install everlong into $(VENV); the command is $(BIN)/everlong"
@@ -18,6 +18,8 @@ help:
 	@echo "make test    unit and loop tiers (what a change must pass)"
 	@echo "make system  real servers and clients"
 	@echo "make check   lint, types, import contracts"
+	@echo "make study-learning  RL against more imitation and shuffled rewards, three seeds, about an hour"
+	@echo "make peers   what the benches engine and step are measured against: transformers and TRL, 1.3 GB"
 	@echo "make campaign  kill -9 campaign on a real run; writes docs/evidence/"
 
 setup: $(STAMP)
@@ -51,8 +53,14 @@ test: $(STAMP) $(CORE_STAMP)
 system: $(STAMP)
 	$(PYTEST) tests/system
 
+study-learning: $(STAMP)
+	$(BIN)/python -m tests.study.learning
+
 campaign: $(STAMP)
 	$(BIN)/python -m tests.campaign.kill --kills 10
+
+peers: $(STAMP)
+	$(BIN)/python -m everlong.cli.benches.peers.environment
 
 check: $(STAMP)
 	$(BIN)/ruff check src tests
