@@ -156,7 +156,8 @@ class _Chunk(torch.autograd.Function):
         processed = processed_log_softmax(logits, temperature, keep)
         logprobs = processed.gather(-1, labels[:, None])[:, 0]
         full = processed if keep is None else processed_log_softmax(logits, temperature, None)
-        entropy = -(full.exp() * full.clamp(min=-1e30)).sum(-1)
+        # in place, since fresh memory for a chunk of logits costs as much as the arithmetic
+        entropy = full.exp().mul_(full.clamp_(min=-1e30)).sum(-1).neg_()
         ctx.save_for_backward(hidden, head_weight, labels, temperature)
         ctx.kept, ctx.config, ctx.numerics = kept, config, numerics
         ctx.mark_non_differentiable(entropy)
