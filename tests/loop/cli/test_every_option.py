@@ -245,7 +245,16 @@ def held(value: Any, path: str, seen: set[int], found: dict[str, str]) -> None:
             held(child, f"{path}.{name}", seen, found)
 
 
-DIFFERS_ANYWAY = ("_started_s", "claim", "launcher", "config_hash", "_file", "_ground")
+DIFFERS_ANYWAY = (
+    "_started_s",
+    "claim",
+    "launcher",
+    "config_hash",
+    "_file",
+    "layers_folder",
+    "_images_folder",
+    "_ground",
+)
 """A time, a random folder below the sandboxes' root and what lies in it, and the hash of all settings that the ledger keeps; and the
 number of an open file, which depends on what was closed before."""
 

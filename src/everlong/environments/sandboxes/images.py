@@ -38,13 +38,13 @@ class ImageStore:
     """Images below `root`. Only one thread works on it at a time."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self._images_folder = root
         self._count = 0
         root.mkdir()
 
     def begin(self) -> Image:
         """An empty folder for `runsc checkpoint`, held by the caller until `let_go`."""
-        image = Image(self._root / str(self._count), self._count)
+        image = Image(self._images_folder / str(self._count), self._count)
         self._count += 1
         image.folder.mkdir()
         image.num_users = 1
@@ -69,7 +69,7 @@ class ImageStore:
             yield image.folder
             return
         assert image.stored is not None
-        folder = Path(tempfile.mkdtemp(prefix=f"{image.number}-whole-", dir=self._root))
+        folder = Path(tempfile.mkdtemp(prefix=f"{image.number}-whole-", dir=self._images_folder))
         try:
             for file in image.folder.iterdir():
                 if file.name != "pages.new":

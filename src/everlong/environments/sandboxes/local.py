@@ -355,7 +355,7 @@ class LocalSandbox:
             "processes": limits.processes,
             "memory_group": str(self._memory_group or ""),
             "keep_processes": False,
-            "layers": str(self._backend.layers.root),
+            "layers": str(self._backend.layers.layers_folder),
             "lowers": [layer.path.name for layer in self._stack],
             "overlay_work": str(self._home / "work"),
         }

@@ -28,7 +28,7 @@ class LayerStore:
     """Sealed layers below `root`; one is removed when nobody needs it."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.layers_folder = root
         self._ids = itertools.count()
 
     def seal(self, upper: Path) -> Layer:
@@ -69,8 +69,8 @@ class LayerStore:
         return layer
 
     def _next(self) -> Layer:
-        self.root.mkdir(exist_ok=True)
-        return Layer(self.root / str(next(self._ids)))
+        self.layers_folder.mkdir(exist_ok=True)
+        return Layer(self.layers_folder / str(next(self._ids)))
 
 
 def empty_like(layer: Path, target: Path, folders: tuple[str, ...]) -> None:
