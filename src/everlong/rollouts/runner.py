@@ -21,6 +21,7 @@ from everlong.environments.grading.verifier import check_time_budget
 from everlong.environments.tasks.harbor import HarborTask
 from everlong.environments.tasks.opening import open_task
 from everlong.rollouts.gateway.session import ContextFull, Journal, Session, SessionLimits, TurnLimit
+from everlong.rollouts.leash import leashed
 from everlong.rollouts.renderers.chatml import Renderer
 
 
@@ -114,7 +115,9 @@ class EpisodeRunner:
         )
         try:
             async with asyncio.timeout(task.agent_timeout_s) as limit:
-                attempt.reason = await self._harness.run(task, session, sandbox)
+                attempt.reason = await leashed(
+                    self._harness.run(task, session, sandbox), f"the harness of {order.episode}"
+                )
             if session.refusal is not None:  # the agent met it and went its way: it still is why the episode ended
                 raise session.refusal
         except TimeoutError:

@@ -169,7 +169,5 @@ async def test_a_tree_too_deep_for_a_path_is_removed(backend):
     sandbox = await backend.create(SandboxSpec(name="a"))
     await sandbox.write("deep.py", b"import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\nos.chmod('.', 0)\n")
     assert (await sh(sandbox, "python3 deep.py; mkdir locked; echo > locked/f; chmod 0 locked")).exit_code == 0
-    began = time.monotonic()
     await sandbox.close()
     assert list(backend.claim.folder.glob("s-*")) == []
-    assert time.monotonic() - began < 60
