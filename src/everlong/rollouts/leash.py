@@ -20,7 +20,7 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 
-async def leashed(work: Awaitable[T], name: str, grace_s: float = GRACE_S) -> T:
+async def leashed(work: Awaitable[T], name: str, grace_s: float) -> T:
     """What `work` gives or raises; once cancelled it ends within `grace_s` with CancelledError, or what `work` raised meanwhile.
 
     A result that comes after the cancellation is not taken. Raises RuntimeError where `work` cancels itself. `name` says who

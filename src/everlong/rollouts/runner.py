@@ -21,7 +21,7 @@ from everlong.environments.grading.verifier import check_time_budget
 from everlong.environments.tasks.harbor import HarborTask
 from everlong.environments.tasks.opening import open_task
 from everlong.rollouts.gateway.session import ContextFull, Journal, Session, SessionLimits, TurnLimit
-from everlong.rollouts.leash import leashed
+from everlong.rollouts.leash import GRACE_S, leashed
 from everlong.rollouts.renderers.chatml import Renderer
 
 
@@ -115,9 +115,8 @@ class EpisodeRunner:
         )
         try:
             async with asyncio.timeout(task.agent_timeout_s) as limit:
-                attempt.reason = await leashed(
-                    self._harness.run(task, session, sandbox), f"the harness of {order.episode}"
-                )
+                running = self._harness.run(task, session, sandbox)
+                attempt.reason = await leashed(running, f"the harness of {order.episode}", GRACE_S)
             if session.refusal is not None:  # the agent met it and went its way: it still is why the episode ended
                 raise session.refusal
         except TimeoutError:

@@ -126,6 +126,7 @@ CHANGES = {
     "schedule.checkpoint_every": Change(3),
     "schedule.eval_every": Change(1),
     "schedule.eval_attempts": Change(2),
+    "schedule.eval_deadline_s": Change(9.0),
     "credit.scale": Change("none"),
     "credit.shuffled": Change(True),
     "credit.leave_one_out": Change(True, {"credit.scale": "none"}),
@@ -490,6 +491,7 @@ def test_every_option_changes_what_is_built_or_is_refused_by_name(
     [
         ({"tasks.eval": [], "schedule.eval_every": 2}, "schedule.eval_every"),
         ({"tasks.eval": [], "schedule.eval_attempts": 2}, "schedule.eval_attempts"),
+        ({"tasks.eval": [], "schedule.eval_deadline_s": 9.0}, "schedule.eval_deadline_s"),
         ({"schedule.batch_deadline_s": None, "schedule.on_deadline": "replace"}, "schedule.on_deadline"),
         ({"warmup.num_batches": 0, "warmup.traces_per_batch": 2}, "warmup.traces_per_batch"),
         ({"warmup.num_batches": 0, "warmup.num_tasks": 2}, "warmup.num_tasks"),

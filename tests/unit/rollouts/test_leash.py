@@ -7,6 +7,8 @@ import pytest
 from everlong.rollouts.leash import leashed
 
 GRACE_S = 0.05
+CLEAN_S = 60.0
+"""Never over: the work ends."""
 
 
 async def test_what_the_work_gives_or_raises_is_handed_on():
@@ -16,9 +18,9 @@ async def test_what_the_work_gives_or_raises_is_handed_on():
             raise KeyError("its own")
         return "its result"
 
-    assert await leashed(work(False), "it") == "its result"
+    assert await leashed(work(False), "it", GRACE_S) == "its result"
     with pytest.raises(KeyError, match="its own"):
-        await leashed(work(True), "it")
+        await leashed(work(True), "it", GRACE_S)
 
 
 async def cancel(task, times=1):
@@ -39,7 +41,7 @@ async def test_work_cleans_up_before_its_cancellation_goes_on():
             await asyncio.sleep(0)
             cleaned.append(True)
 
-    task = asyncio.create_task(leashed(work(), "it"))
+    task = asyncio.create_task(leashed(work(), "it", CLEAN_S))
     await cancel(task)
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -56,7 +58,7 @@ async def test_what_breaks_during_the_clean_up_is_raised_and_a_late_result_is_no
         return "too late"
 
     for breaks, expected in ((True, OSError), (False, asyncio.CancelledError)):
-        task = asyncio.create_task(leashed(work(breaks), "it"))
+        task = asyncio.create_task(leashed(work(breaks), "it", CLEAN_S))
         await cancel(task)
         with pytest.raises(expected):
             await task
@@ -127,4 +129,4 @@ async def test_work_that_cancels_itself_is_an_error_of_its_own_and_no_cancellati
         raise asyncio.CancelledError
 
     with pytest.raises(RuntimeError, match="it raised CancelledError although nobody cancelled it"):
-        await leashed(work(), "it")
+        await leashed(work(), "it", CLEAN_S)

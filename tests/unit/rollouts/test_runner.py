@@ -323,3 +323,22 @@ async def test_the_agents_sandbox_gets_the_time_to_live_of_the_run(task: HarborT
 
     episode = await World(task, ttl_s=1000.0, respond=outlive).run()
     assert episode.reason is Reason.SANDBOX_CRASH and episode.reward is None
+
+
+class Deaf:
+    """Works on, whatever is asked of it; later calls fail at once, without a moment in which others could run."""
+
+    async def run(self, task, session, sandbox):
+        await session.chat([Message(role="user", content="hi")])
+        while True:
+            try:
+                await sandbox.exec(Command(argv=("echo", "on"), timeout_s=1))
+                await asyncio.sleep(3600)
+            except BaseException:
+                continue
+
+
+async def test_a_harness_that_swallows_its_time_limit_ends_with_it_and_is_graded(task, monkeypatch):
+    monkeypatch.setattr("everlong.rollouts.runner.GRACE_S", 0.05)
+    episode = await World(task, harness=Deaf(), agent_timeout_s=0.2).run()
+    assert (episode.reason, episode.reward, len(episode.turns)) == (Reason.AGENT_TIMEOUT, 1.0, 1)

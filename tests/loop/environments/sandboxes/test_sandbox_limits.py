@@ -1,7 +1,6 @@
 """What a command cannot do: outstay its time, fill memory, disk, output or the process table. Each takes about a second."""
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
