@@ -10,6 +10,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -197,7 +198,7 @@ class RunConductor:
 
     async def _attempt(self, order: EpisodeOrder) -> Episode:
         """The episode, or the record of its cancellation. A cancellation that nobody ordered goes on outwards."""
-        work = leashed(self._parts.run_episode(order), f"episode {order.episode}", STOP_S)
+        work = leashed(partial(self._parts.run_episode, order), f"episode {order.episode}", STOP_S)
         task = self._running[order.episode] = asyncio.ensure_future(work)
         if order.episode in self._cancelled:
             task.cancel()

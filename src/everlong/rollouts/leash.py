@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
-from collections.abc import Awaitable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Generic, TypeVar
 
 GRACE_S = 5.0
@@ -20,13 +20,14 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 
-async def leashed(work: Awaitable[T], name: str, grace_s: float) -> T:
-    """What `work` gives or raises; once cancelled it ends within `grace_s` with CancelledError, or what `work` raised meanwhile.
+async def leashed(start: Callable[[], Awaitable[T]], name: str, grace_s: float) -> T:
+    """What the work that `start` begins gives or raises; once cancelled it ends within `grace_s` with CancelledError, or what
+    the work raised meanwhile.
 
-    A result that comes after the cancellation is not taken. Raises RuntimeError where `work` cancels itself. `name` says who
+    A result that comes after the cancellation is not taken. Raises RuntimeError where the work cancels itself. `name` says who
     it is that had to be abandoned, or did so.
     """
-    leash = _Leash(work)
+    leash = _Leash(start)
     task = asyncio.ensure_future(leash.run())
     try:
         await asyncio.wait({task})
@@ -64,8 +65,9 @@ async def _wait_whatever_comes(task: asyncio.Future[Any], timeout_s: float) -> N
 class _Leash(Generic[T]):
     """Stands between a task and its work, and can stop handing on what happens."""
 
-    def __init__(self, work: Awaitable[T]) -> None:
-        self._work = work.__await__()
+    def __init__(self, start: Callable[[], Awaitable[T]]) -> None:
+        self._start = start
+        self._work: Generator[Any, Any, T] | None = None
         self._abandoned = False
 
     async def run(self) -> T:
@@ -76,10 +78,11 @@ class _Leash(Generic[T]):
         never_close(self._work)
 
     def __await__(self) -> Generator[Any, Any, T]:
+        work = self._work = self._start().__await__()
         came: BaseException | None = None
         while True:
             try:
-                waits_for = self._work.send(None) if came is None else self._work.throw(came)
+                waits_for = work.send(None) if came is None else work.throw(came)
             except StopIteration as end:
                 return end.value
             came = None

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from everlong.contracts.errors import EngineError, LedgerError, Reason, SandboxError, WorkerDied, WorkerError
@@ -117,8 +118,8 @@ class EpisodeRunner:
         )
         try:
             async with asyncio.timeout(task.agent_timeout_s) as limit:
-                running = self._harness.run(task, session, sandbox)
-                attempt.reason = _checked(await leashed(running, f"the harness of {order.episode}", GRACE_S))
+                begin = partial(self._harness.run, task, session, sandbox)
+                attempt.reason = _checked(await leashed(begin, f"the harness of {order.episode}", GRACE_S))
             if session.refusal is not None:  # the agent met it and went its way: it still is why the episode ended
                 raise session.refusal
         except TimeoutError:

@@ -1,6 +1,7 @@
 """Work that is cancelled ends, whatever it thinks of it; the clock is the loop's and never waited for."""
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -18,9 +19,9 @@ async def test_what_the_work_gives_or_raises_is_handed_on():
             raise KeyError("its own")
         return "its result"
 
-    assert await leashed(work(False), "it", GRACE_S) == "its result"
+    assert await leashed(partial(work, False), "it", GRACE_S) == "its result"
     with pytest.raises(KeyError, match="its own"):
-        await leashed(work(True), "it", GRACE_S)
+        await leashed(partial(work, True), "it", GRACE_S)
 
 
 async def cancel(task, times=1):
@@ -41,7 +42,7 @@ async def test_work_cleans_up_before_its_cancellation_goes_on():
             await asyncio.sleep(0)
             cleaned.append(True)
 
-    task = asyncio.create_task(leashed(work(), "it", CLEAN_S))
+    task = asyncio.create_task(leashed(work, "it", CLEAN_S))
     await cancel(task)
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -58,7 +59,7 @@ async def test_what_breaks_during_the_clean_up_is_raised_and_a_late_result_is_no
         return "too late"
 
     for breaks, expected in ((True, OSError), (False, asyncio.CancelledError)):
-        task = asyncio.create_task(leashed(work(breaks), "it", CLEAN_S))
+        task = asyncio.create_task(leashed(partial(work, breaks), "it", CLEAN_S))
         await cancel(task)
         with pytest.raises(expected):
             await task
@@ -76,7 +77,7 @@ async def test_work_that_swallows_its_cancellation_is_never_run_again(caplog, ti
             except BaseException:
                 pass
 
-    task = asyncio.create_task(leashed(work(), "the harness of g0-a1", GRACE_S))
+    task = asyncio.create_task(leashed(work, "the harness of g0-a1", GRACE_S))
     await cancel(task, times)
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -102,7 +103,7 @@ async def test_work_that_would_spin_without_ever_waiting_does_not_stop_the_loop(
             except BaseException:
                 pass
 
-    task = asyncio.create_task(leashed(work(), "it", GRACE_S))
+    task = asyncio.create_task(leashed(work, "it", GRACE_S))
     await cancel(task)
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -120,7 +121,7 @@ async def test_a_time_limit_around_it_is_a_time_limit():
 
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01) as limit:
-            await leashed(work(), "it", GRACE_S)
+            await leashed(work, "it", GRACE_S)
     assert limit.expired()
 
 
@@ -129,4 +130,18 @@ async def test_work_that_cancels_itself_is_an_error_of_its_own_and_no_cancellati
         raise asyncio.CancelledError
 
     with pytest.raises(RuntimeError, match="it raised CancelledError although nobody cancelled it"):
-        await leashed(work(), "it", CLEAN_S)
+        await leashed(work, "it", CLEAN_S)
+
+
+@pytest.mark.filterwarnings("error")
+async def test_work_that_was_cancelled_before_it_began_is_never_begun():
+    begun = []
+
+    async def work():
+        begun.append(1)
+
+    task = asyncio.create_task(leashed(work, "it", CLEAN_S))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert begun == []
