@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from everlong.rollouts.gateway.chat_completions import Refusal
+from everlong.rollouts.gateway.refusals import Refusal
 from everlong.rollouts.gateway.exchange import Exchange
 
 

@@ -27,7 +27,7 @@ from everlong.contracts.tokens import STREAMS, TokenColumns
 from everlong.engines.scripted import Fault, ScriptedEngine
 from everlong.rollouts.gateway.session import ContextFull, Session, SessionClosed, SessionLimits, TurnLimit
 from everlong.rollouts.messages import Message, ToolCall
-from everlong.rollouts.renderers.chatml import ChatML, ParsedTurn
+from everlong.rollouts.renderers.chatml import ChatML, ParsedTurn, Thinking
 from everlong.rollouts.renderers.tokenizers import ByteTokenizer
 from everlong.trajectories.tree import EpisodeTree
 
@@ -77,6 +77,9 @@ class BareRenderer:
 
     def parse(self, ids, turn, *, cut=False):
         return ParsedTurn(content=self.tokenizer.decode(ids))
+
+    def thinking(self, ids):
+        return Thinking(num_opened=0, num_sampled=0, separable=True)
 
     def answer(self, message):
         return self.tokenizer.encode(message.content)
