@@ -147,7 +147,9 @@ def reply(
     return answer
 
 
-def make_session(engine, renderer, journal: Journal | None = None, *, max_tokens=64, max_turns=8, max_context=1000):
+def make_session(
+    engine, renderer, journal: Journal | None = None, *, max_tokens=64, max_turns=8, max_context=1000, **more
+):
     return Session(
         ORDER,
         engine=engine,
@@ -156,6 +158,7 @@ def make_session(engine, renderer, journal: Journal | None = None, *, max_tokens
         run_seed=7,
         limits=SessionLimits(max_turns=max_turns, max_context=max_context),
         journal=journal or Journal(),
+        **more,
     )
 
 

@@ -56,6 +56,9 @@ class History:
         self._children[continued.turn].append(turn)
         self._children[turn] = []
 
+    def is_continued(self, turn: int) -> bool:
+        return bool(self._children[turn])
+
     def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Continuation:
         """The turn with the longest history that the messages repeat; of equal ones the latest."""
         tools = tuple(tools)
