@@ -84,7 +84,7 @@ class World:
             renderer=renderer,
             params=SamplingParams(max_tokens=1 << 12, stop_ids=renderer.stop_ids),
             run_seed=7,
-            limits=SessionLimits(max_turns=99, max_context=1 << 16),
+            limits=SessionLimits(max_turns=999, max_context=1 << 16),
             journal=self.journal,
             thinking=self.thinking,
         )
@@ -235,5 +235,27 @@ def test_a_response_that_is_named_stands_for_all_that_was_said(play):
             spoken += [answer, *new]
         for mine, theirs in zip(whole.session.turns, named.session.turns, strict=True):
             assert np.array_equal(mine.context.ids, theirs.context.ids) and mine.parent == theirs.parent
+
+    asyncio.run(talk())
+
+
+def test_a_call_late_in_an_episode_encodes_no_more_than_an_early_one():
+    class Counting(TwoFaced):
+        num_encoded = 0
+
+        def encode(self, text: str) -> list[int]:
+            ids = super().encode(text)
+            self.num_encoded += len(ids)
+            return ids
+
+    async def talk() -> None:
+        world, counting = World(["so"] * 120), Counting()
+        world.session._conversation._renderer.tokenizer = counting
+        spoken, encoded = opening(reminded=False), []
+        for _ in range(120):
+            before = counting.num_encoded
+            spoken += [await world.ask("chat", spoken), Message(role="user", content="next")]
+            encoded.append(counting.num_encoded - before)
+        assert set(encoded[1:]) == {len("user\nnext")}
 
     asyncio.run(talk())
