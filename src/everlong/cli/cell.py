@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everlong.cli.config import RunConfig
 from everlong.cli.rendering import checkpoint_companions, make_renderer
 from everlong.cli.run_folder import RunFolder
-from everlong.contracts.ports import ObjectStore
+from everlong.contracts.ports import Engine, ObjectStore
 from everlong.contracts.records import GenerateRequest
+from everlong.engines.config import EmbeddedConfig, VllmConfig
 from everlong.models.config import ScriptedModel, ToyModel
 from everlong.models.source import ModelSource, find_model
 from everlong.orchestrator.cells.worker import Cell
@@ -32,13 +34,12 @@ def build_cell(config_path: str) -> Cell:
     store = open_store(folder.store_url(config))
     source = find_model(config.model)
     build = _scripted_cell if isinstance(config.model, ScriptedModel) else _torch_cell
-    return build(config, source, store)
+    return build(config, source, store, folder)
 
 
-def _torch_cell(config: RunConfig, source: ModelSource, store: ObjectStore) -> Cell:
+def _torch_cell(config: RunConfig, source: ModelSource, store: ObjectStore, folder: RunFolder) -> Cell:
     import torch
 
-    from everlong.engines.torch_engine.engine import TorchEngine
     from everlong.models.numerics import Numerics, self_test
     from everlong.trainer.trainer import PolicyTrainer
 
@@ -56,13 +57,11 @@ def _torch_cell(config: RunConfig, source: ModelSource, store: ObjectStore) -> C
         )
     tokenizer = make_renderer(config).tokenizer
     lease = asyncio.Lock()
-    engine = TorchEngine(
-        _build_model(config, source, tokenizer.vocab_size),
-        WeightReader(store),
-        token_bytes=tokenizer.token_bytes(),
-        config=config.engine,
-        lease=lease,
-    )
+    engine: Engine
+    if isinstance(config.engine, VllmConfig):
+        engine = _vllm_engine(config, config.engine, source, store, folder)
+    else:
+        engine = _torch_engine(config, config.engine, source, store, lease)
     trainer = PolicyTrainer(
         _build_model(config, source, tokenizer.vocab_size),
         config=config.trainer,
@@ -78,6 +77,47 @@ def _torch_cell(config: RunConfig, source: ModelSource, store: ObjectStore) -> C
         companions=checkpoint_companions(source),
     )
     return Cell(engine, trainer)
+
+
+def _torch_engine(
+    config: RunConfig, settings: EmbeddedConfig, source: ModelSource, store: ObjectStore, lease: asyncio.Lock
+) -> Engine:
+    from everlong.engines.torch_engine.engine import TorchEngine
+
+    tokenizer = make_renderer(config).tokenizer
+    return TorchEngine(
+        _build_model(config, source, tokenizer.vocab_size),
+        WeightReader(store),
+        token_bytes=tokenizer.token_bytes(),
+        config=settings,
+        lease=lease,
+    )
+
+
+def _vllm_engine(
+    config: RunConfig, settings: VllmConfig, source: ModelSource, store: ObjectStore, folder: RunFolder
+) -> Engine:
+    """The server computes in processes of its own, beside the trainer, and shares no lease with it."""
+    from everlong.engines.vllm_engine.engine import VllmEngine
+    from everlong.engines.vllm_engine.server import GivenServer, ServedModel, Server, StartedServer
+
+    assert not isinstance(config.model, ScriptedModel)
+    tokenizer, context = make_renderer(config).tokenizer, settings.context(source.shape.max_positions)
+    shape = replace(source.shape, vocab_size=tokenizer.vocab_size, padded_vocab_size=tokenizer.vocab_size)
+    server: Server
+    if settings.url is not None:
+        server = GivenServer(settings.url, settings.start_timeout_s)
+    else:
+        model = ServedModel(shape.to_hf(), config.model.dtype, context)
+        server = StartedServer(settings, model, log=folder.path / "vllm.log", threads=config.threads)
+    return VllmEngine(
+        server,
+        WeightReader(store),
+        store_url=folder.absolute_store_url(config),
+        token_bytes=tokenizer.token_bytes(),
+        context=context,
+        config=settings,
+    )
 
 
 def _build_model(config: RunConfig, source: ModelSource, vocab_size: int) -> Llama:
@@ -97,7 +137,7 @@ def _build_model(config: RunConfig, source: ModelSource, vocab_size: int) -> Lla
     return load_checkpoint(source.folder, vocab_size=vocab_size, dtype=dtype, numerics=numerics)
 
 
-def _scripted_cell(config: RunConfig, source: ModelSource, store: ObjectStore) -> Cell:
+def _scripted_cell(config: RunConfig, source: ModelSource, store: ObjectStore, folder: RunFolder) -> Cell:
     from everlong.engines.scripted import ScriptedEngine
     from everlong.trainer.scripted import ScriptedTrainer
 
