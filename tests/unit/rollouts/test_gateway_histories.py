@@ -129,7 +129,7 @@ def what_follows(answer: Message, step: Step) -> list[Message]:
     return [*said, *([Message(role="system", content="r")] if step.reminded else [])]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(dialect=st.sampled_from(sorted(DIALECTS)), play=st.lists(steps, min_size=1, max_size=5))
 def test_an_agent_that_only_repeats_continues_one_path_in_which_nothing_is_encoded_again(dialect, play):
     async def talk() -> None:
@@ -151,7 +151,7 @@ def test_an_agent_that_only_repeats_continues_one_path_in_which_nothing_is_encod
     asyncio.run(talk())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     dialect=st.sampled_from(sorted(DIALECTS)),
     play=st.lists(steps, min_size=2, max_size=5),
@@ -179,7 +179,7 @@ def test_an_agent_that_rewrites_its_history_forks_and_loses_nothing(dialect, pla
     asyncio.run(talk())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(dialect=st.sampled_from(sorted(DIALECTS)), play=st.lists(steps, min_size=1, max_size=5))
 def test_stripped_thinking_leaves_the_sampled_ids_around_it(dialect, play):
     async def talk() -> None:
@@ -217,7 +217,7 @@ def _answered(ids: list[int]) -> list[int]:
     return [*TOKENIZER.sampled(answer), END]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(play=st.lists(steps, min_size=2, max_size=5))
 def test_a_response_that_is_named_stands_for_all_that_was_said(play):
     async def talk() -> None:
