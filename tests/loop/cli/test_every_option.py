@@ -90,6 +90,8 @@ CHANGES = {
     "grading.type": Change("own_parts:score"),
     "harness.system_prompt": Change("Be brief."),
     "harness.tool_syntax": Change("hermes"),
+    "harness.thinking": Change("strip_and_branch"),
+    "harness.opens_thinking": Change(True),
     "harness.max_turns": Change(3),
     "harness.max_context": Change(512),
     "harness.command_timeout_s": Change(9.0),

@@ -120,7 +120,7 @@ async def test_an_answered_task_is_graded_and_every_turn_is_in_the_journal_first
     episode = await world.run()
     assert (episode.reason, episode.reward, episode.error) == (Reason.DONE, 1.0, "")
     assert world.journal.facts == [("turn 0", 10), ("turn 1", 5)]
-    assert episode.metrics == {"forks": 0.0, "cut_calls": 0.0, "uncounted_calls": 0.0}
+    assert episode.metrics == {"forks": 0.0, "stripped_prompts": 0.0, "cut_calls": 0.0, "uncounted_calls": 0.0}
 
 
 async def test_a_failed_task_has_a_reward_of_0_that_teaches(task: HarborTask):
