@@ -43,6 +43,7 @@ def make_sampling(config: RunConfig, engine: Engine) -> Sampling:
         params=config.sampling.params(renderer.stop_ids),
         run_seed=config.seed,
         limits=SessionLimits(max_turns=config.harness.max_turns, max_context=context),
+        thinking=config.harness.thinking,
     )
 
 

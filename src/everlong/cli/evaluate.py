@@ -12,9 +12,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from everlong.cli.beside import NoAccount, beside_run, newest_version
+from everlong.cli.beside import NoAccount, beside_run, chosen_version
 from everlong.cli.compose import make_sampling, open_cell
 from everlong.cli.config import RunConfig
+from everlong.cli.event_loop import run_to_the_end
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.records import Episode, EpisodeOrder, Purpose
 from everlong.environments.grading.grader import open_grader
@@ -50,9 +51,15 @@ def eval_command(run: Path, paths: Sequence[Path], attempts: int, version: int |
         raise ValueError(f"run {run} has no held-out tasks: name folders with --tasks")
     if attempts < 1:
         raise ValueError(f"attempts must be at least 1, got {attempts}")
-    result = asyncio.run(evaluate(config, folder, tasks, attempts, version))
+    result = run_to_the_end(evaluate(config, folder, tasks, attempts, version))
     rewards = [episode.reward for episode in result.episodes if episode.reward is not None]
     missing = len(result.episodes) - len(rewards)
+    if not rewards:
+        first = next((episode for episode in result.episodes if episode.error), result.episodes[0])
+        raise ValueError(
+            f"none of {missing} episodes has a verdict, so there is nothing to report; {first.id} ended as {first.reason}"
+            f"{': ' + first.error.strip().splitlines()[-1] if first.error.strip() else ''}"
+        )
     mean, low, high = bootstrap_interval(rewards)
     table = Table("kind", "episodes", "mean reward", title=f"policy version {result.version}")
     for kind, values in sorted(result.kinds(tasks).items()):
@@ -70,7 +77,7 @@ async def evaluate(
     config: RunConfig, folder: RunFolder, tasks: TaskSet, attempts: int, version: int | None
 ) -> EvalResult:
     """Raises NotFound where the run has not published that version, or none at all."""
-    wanted = newest_version(config, folder) if version is None else version
+    wanted = chosen_version(config, folder, version)
     with scratch_folder("eval") as scratch:
         backend = open_backend(config.sandbox, scratch)
         aside, settings = beside_run(config, folder, scratch)

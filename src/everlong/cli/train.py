@@ -13,10 +13,12 @@ from rich.console import Console
 from everlong.cli.arguments import DRY_RUN, parse_config
 from everlong.cli.compose import open_control
 from everlong.cli.config import RunConfig
+from everlong.cli.event_loop import run_to_the_end
 from everlong.cli.quickstart import prepare_quickstart
 from everlong.cli.reporting import success_lines, write_run_report
 from everlong.cli.run_folder import RunFolder
 from everlong.cli.sinks import open_sinks
+from everlong.cli.store_owner import claim_store, refuse_taken_store
 from everlong.cli.toml import config_text
 from everlong.environments.grading.grader import open_grader
 from everlong.environments.tasks.sources import read_run_tasks
@@ -58,8 +60,10 @@ def _start(config: RunConfig, *, dry: bool) -> None:
     folder = RunFolder(config.output)
     folder.refuse_run()
     _check_own_parts(config)
+    refuse_taken_store(config, folder)
     prepare_quickstart(config, folder)
     _check_tasks(config)
+    claim_store(config, folder)
     folder.create(config)
     console.print(f"run {folder.path}")
     _drive(config, folder, resume=False)
@@ -78,6 +82,10 @@ def _check_tasks(config: RunConfig) -> None:
     tasks = read_run_tasks(config.tasks)
     if not len(tasks.train) and (config.schedule.num_batches or config.warmup.num_batches):
         raise ValueError("there are batches to train but no training tasks: give tasks.train a folder with tasks")
+    if (config.warmup.num_tasks or 0) > len(tasks.train):
+        raise ValueError(
+            f"warmup.num_tasks is {config.warmup.num_tasks} and tasks.train holds {len(tasks.train)}: lower it, or set it to None"
+        )
 
 
 def resume_command(path: Path) -> None:
@@ -105,7 +113,7 @@ def _is_finished(folder: RunFolder) -> bool:
 
 def _drive(config: RunConfig, folder: RunFolder, *, resume: bool) -> None:
     try:
-        asyncio.run(_train(config, folder, resume))
+        run_to_the_end(_train(config, folder, resume))
     except (asyncio.CancelledError, KeyboardInterrupt):
         console.print(f"stopped; `everlong resume {folder.path}` goes on from here", markup=False)
         sys.exit(STOPPED)

@@ -163,7 +163,7 @@ class RoundScheduler:
         """The engine holds the current version: evaluate if it is time, else open the next batch's groups."""
         index = self._batch - self._warmup.num_batches
         if self._eval_due(index):
-            return self._open_eval(index)
+            return self._open_eval(index, now_s)
         if self._batch >= self.num_batches:
             self.finished = True
             return []
@@ -174,8 +174,10 @@ class RoundScheduler:
         due = index == 0 or self._batch == self.num_batches or bool(every and index % every == 0)
         return due and bool(self._eval_tasks) and index not in self._evals
 
-    def _open_eval(self, index: int) -> list[Action]:
+    def _open_eval(self, index: int, now_s: float) -> list[Action]:
         self._eval = index
+        if self._schedule.eval_deadline_s is not None:
+            self._deadline_s = now_s + self._schedule.eval_deadline_s
         first = index * len(self._eval_tasks)
         for place, task in enumerate(self._eval_tasks):
             self._open_group(Purpose.EVAL, first + place, task, self._schedule.eval_attempts)
@@ -256,6 +258,7 @@ class RoundScheduler:
         groups = tuple(sorted(number for purpose, number in self._groups if purpose is Purpose.EVAL))
         index, self._eval = self._eval, None
         assert index is not None
+        self._deadline_s = None
         self._evals.add(index)
         self._groups.clear()
         return [RecordEval(index, self._batch, groups)]
@@ -269,7 +272,7 @@ class RoundScheduler:
     def _check_deadline(self, now_s: float) -> list[Action]:
         if self._deadline_s is None or now_s < self._deadline_s:
             return []
-        self.deadlines += 1
+        self.deadlines += 1 if self._eval is None else 0
         self._deadline_s = None
         waiting, self._waiting = self._waiting, deque()
         late = [group for group in self._groups.values() if group.open]
@@ -282,7 +285,7 @@ class RoundScheduler:
     def _may_replace(self, late: list[Group]) -> bool:
         """A batch replaces at most as many groups as it holds: where every group is late, it would never close."""
         room = self._schedule.groups_per_batch - self._num_replaced
-        return self._schedule.on_deadline == "replace" and len(late) <= room
+        return self._eval is None and self._schedule.on_deadline == "replace" and len(late) <= room
 
     def _cancel_running(self) -> list[Action]:
         return [CancelEpisode(episode, Reason.DEADLINE) for episode in self._running]

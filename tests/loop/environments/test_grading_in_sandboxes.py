@@ -47,15 +47,20 @@ def task(tmp_path: Path) -> HarborTask:
     return read_task(make_terminal(tmp_path / "task", 1, kinds=("count-lines",))[0])
 
 
-async def play(task: HarborTask, backend: LocalBackend, *commands: str) -> Verdict:
-    """Each command in a shell of its own, as an agent's turns are; then the verdict."""
+async def play(task: HarborTask, backend: LocalBackend, *commands: str, snapshots: bool = False) -> Verdict:
+    """Each command in a shell of its own, as an agent's turns are; then the verdict. `snapshots`: one after each."""
     sandbox = await open_task(task, backend, "episode")
+    kept = []
     try:
         for command in commands:
             await sandbox.exec(Command(argv=("bash", "-c", command), timeout_s=10.0))
+            if snapshots:
+                kept.append(await sandbox.snapshot())
         return await grade(task, sandbox)
     finally:
         await sandbox.close()
+        for one in kept:
+            await backend.drop(one)
 
 
 @pytest.mark.parametrize("split", list(Split))
@@ -113,6 +118,55 @@ async def test_no_verdict_is_not_a_verdict_of_zero(
 )
 async def test_a_cheat_is_not_paid(task: HarborTask, caged: LocalBackend, cheat: str):
     assert (await play(task, caged, cheat)).reward == 0.0
+
+
+DEEP = "python3 -c \"import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\""
+
+
+@pytest.mark.parametrize("snapshots", [False, True], ids=["one folder", "layers"])
+@pytest.mark.parametrize(
+    "left",
+    [
+        DEEP,
+        "mkfifo pipe; mkdir locked; echo > locked/file; chmod 0 locked/file locked; truncate -s 9G giant",
+        "printf x > $'\\xff\\nname'; ln -s a a; for i in $(seq 2000); do ln $'\\xff\\nname' $i; done",
+        "cd /; rm -rf $EVERLONG_ROOT/app/* $EVERLONG_ROOT/app/.[!.]*; rmdir $EVERLONG_ROOT/app; true",
+    ],
+    ids=["deep", "locked-and-special", "names-and-links", "nothing"],
+)
+async def test_whatever_an_agent_leaves_gets_a_verdict(
+    task: HarborTask, backend: LocalBackend, left: str, snapshots: bool
+):
+    verdict = await play(
+        task, backend, left, "chmod u+rwx locked; echo > locked/other; chmod 0 locked", snapshots=snapshots
+    )
+    assert (verdict.reward, verdict.reason, verdict.flags) == (0.0, None, ())
+    assert not [*backend.claim.folder.glob("s-*"), *backend.claim.folder.glob("layers/*")], "all is removed"
+
+
+@pytest.mark.parametrize("snapshots", [False, True], ids=["one folder", "layers"])
+async def test_an_agent_that_leaves_more_than_can_be_copied_is_told_so_and_not_paid(
+    task: HarborTask, caged: LocalBackend, snapshots: bool
+):
+    limits = msgspec.structs.replace(task.task.limits, disk_mb=1)
+    small = msgspec.structs.replace(task, task=msgspec.structs.replace(task.task, limits=limits))
+    # each file is within the limit, and they are there before anybody counts
+    fill = [f"head -c 900000 /dev/zero > {name}" for name in (1, 2, 3)]
+    fill = fill if snapshots else ["; ".join(fill)]
+    verdict = await play(small, caged, *oracle_commands(task), *fill, snapshots=snapshots)
+    assert (verdict.reward, verdict.reason, verdict.flags) == (0.0, None, ("workspace_too_large",))
+    assert "1 MB to be copied, and holds more" in verdict.output
+
+
+async def test_a_full_workdir_leaves_the_verifier_its_own_room(task: HarborTask, caged: LocalBackend, tmp_path: Path):
+    limits = msgspec.structs.replace(task.task.limits, disk_mb=2)
+    small = msgspec.structs.replace(task, task=msgspec.structs.replace(task.task, limits=limits))
+    works = with_tests(
+        small,
+        tmp_path / "tests",
+        "head -c 1500000 /dev/zero > big; sleep 2.5; echo 0.5 > $EVERLONG_ROOT/logs/verifier/reward.txt",
+    )
+    assert (await play(works, caged, "head -c 1800000 /dev/zero > full")).reward == 0.5
 
 
 @pytest.mark.parametrize("solves", [False, True], ids=["only planted", "planted beside the work"])

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from everlong.contracts.ports import SandboxSpec
-from everlong.environments.sandboxes.folders import copy_tree
 from everlong.environments.sandboxes.launcher import HOST_ETC, HOST_FOLDERS, INNER_ID, OWN_ETC
 from everlong.environments.sandboxes.layout import TMP, private_folders
+from everlong.environments.sandboxes.trees import copy_tree
 
 TOOLS = "/.everlong"
 """Where the sandbox sees the launcher, read-only."""

@@ -29,7 +29,7 @@ from everlong.contracts.errors import SandboxError
 from everlong.contracts.ports import Capabilities, Command, ExecResult, PauseTo, SandboxSpec, Snapshot
 from everlong.environments.sandboxes import guest_files
 from everlong.environments.sandboxes.bundle import ASK, TOOLS, first_process, lay_out_etc, lay_out_root, write_bundle
-from everlong.environments.sandboxes.folders import Territory, remove_tree
+from everlong.environments.sandboxes.folders import Territory
 from everlong.environments.sandboxes.images import Image, ImageStore, stored_bytes
 from everlong.environments.sandboxes.keeper import Keeper, Runsc
 from everlong.environments.sandboxes.launcher import INNER_ID
@@ -46,6 +46,7 @@ from everlong.environments.sandboxes.local import BASE_ENV
 from everlong.environments.sandboxes.memory_group import remove_group, usable_parent
 from everlong.environments.sandboxes.registry import Claim, sweep
 from everlong.environments.sandboxes.stacking import Layer, LayerStore
+from everlong.environments.sandboxes.trees import remove_tree
 
 _PYTHON = "/usr/bin/python3"
 _AGENT = f"-user={INNER_ID}:{INNER_ID}"
@@ -113,16 +114,13 @@ class GvisorSandbox:
         self._closed = ""
         self._closing: asyncio.Task[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
-        if spec.ttl_s is not None:
-            reason = f"its ttl of {spec.ttl_s:g} s is over"
-            self._expiry = asyncio.get_running_loop().call_later(spec.ttl_s, self._begin_close, reason)
 
     @property
     def name(self) -> str:
         return self._spec.name
 
     async def start(self, image: Path | None) -> None:
-        """Fresh, or from a checkpoint; after a failure nothing is left."""
+        """Fresh, or from a checkpoint, then its ttl begins; after a failure nothing is left."""
         try:
             self._home.mkdir()
             if self._group is not None:
@@ -146,6 +144,9 @@ class GvisorSandbox:
             if isinstance(error, OSError):
                 raise SandboxError(f"cannot start sandbox {self.name}: {error}") from error
             raise
+        if (ttl_s := self._spec.ttl_s) is not None and self._closing is None:
+            reason = f"its ttl of {ttl_s:g} s is over"
+            self._expiry = asyncio.get_running_loop().call_later(ttl_s, self._begin_close, reason)
 
     async def exec(self, command: Command) -> ExecResult:
         if not command.argv or not (0 < command.timeout_s < math.inf):
@@ -489,7 +490,7 @@ class GvisorBackend:
 
     def _fill(self, base: Layer, spec: SandboxSpec) -> None:
         root = base.path / "root"
-        lay_out_root(root, spec, Path(spec.files) if spec.files is not None else None)
+        lay_out_root(root, spec, Path(spec.files).resolve() if spec.files is not None else None)
         owner = INNER_ID if os.geteuid() == 0 else None
         territory = Territory(root=root, folders=private_folders(spec), workdir=spec.workdir, owner=owner)
         self.mounts[base] = place_mounts(base.path, territory, spec.mounts, caged=True)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from everlong.environments.sandboxes.chunks import StoredImage, digest_image, store_increment, write_image
-from everlong.environments.sandboxes.folders import remove_tree
+from everlong.environments.sandboxes.trees import remove_tree
 
 _PAGES = "pages.img"
 

@@ -27,7 +27,7 @@ def is_whiteout(status: os.stat_result) -> bool:
     return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
 
 
-def is_opaque(folder: Path | str) -> bool:
+def is_opaque(folder: Path | str | int) -> bool:
     try:
         return os.getxattr(folder, opaque_mark()) == b"y"
     except OSError as error:

@@ -10,7 +10,8 @@ from urllib.parse import quote
 
 from everlong.contracts.errors import SandboxError
 from everlong.contracts.ports import Mount, SandboxSpec, Snapshot
-from everlong.environments.sandboxes.folders import Territory, copy_tree, is_below, remove_tree
+from everlong.environments.sandboxes.folders import Territory, is_below
+from everlong.environments.sandboxes.trees import TreeSize, copy_tree, remove_tree
 
 TMP = "/tmp"
 _TAKEN = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/proc", "/dev", "/sys", "/var/tmp")
@@ -71,14 +72,19 @@ def make_home(home: Path) -> None:
     (home / "mountpoint").mkdir()
 
 
-def fill_folders(territory: Territory, workdir: str, source: Path | None) -> None:
-    """Make the sandbox's own folders and fill the workdir with a copy of `source`."""
+def fill_folders(
+    territory: Territory, workdir: str, source: tuple[Path, ...] = (), room: TreeSize | None = None
+) -> TreeSize:
+    """Make the sandbox's own folders and fill the workdir with a copy of `source`; gives its size.
+
+    `source`: layers of one folder, top first. Raises WorkspaceTooLarge beyond `room`.
+    """
     for path in territory.folders:
         territory.host(path).mkdir(parents=True)
     territory.host(TMP).chmod(0o1777)
-    if source is not None:
-        copy_tree(source, territory.host(workdir), territory.owner)
+    size = copy_tree(source, territory.host(workdir), territory.owner, room)
     territory.take(territory.folders)
+    return size
 
 
 def place_mounts(home: Path, territory: Territory, mounts: tuple[Mount, ...], *, caged: bool) -> list[tuple[str, str]]:
@@ -89,7 +95,7 @@ def place_mounts(home: Path, territory: Territory, mounts: tuple[Mount, ...], *,
     """
     placed = []
     for index, mount in enumerate(mounts):
-        source = Path(mount.source).absolute()
+        source = Path(mount.source).resolve()
         if not caged or (territory.owner is not None and not _everybody_reads(source)):
             copy = home / "mounts" / str(index) if caged else territory.host(mount.target)
             remove_tree(copy)  # a restored sandbox's lies there already, as the snapshot found it

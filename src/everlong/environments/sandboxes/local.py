@@ -36,7 +36,7 @@ import msgspec
 from everlong.contracts.errors import SandboxError
 from everlong.contracts.ports import Capabilities, Command, ExecResult, PauseTo, SandboxSpec, Snapshot
 from everlong.contracts.records import Limits
-from everlong.environments.sandboxes.folders import Territory, copy_tree, is_below, remove_tree
+from everlong.environments.sandboxes.folders import Territory, is_below
 from everlong.environments.sandboxes.launching import Launch, Request, compile_program, python_candidates
 from everlong.environments.sandboxes.layers import MAX_LAYERS
 from everlong.environments.sandboxes.layout import (
@@ -52,11 +52,14 @@ from everlong.environments.sandboxes.layout import (
 )
 from everlong.environments.sandboxes.memory_group import remove_group, usable_parent
 from everlong.environments.sandboxes.registry import MARKER, Claim, kill_marked, sweep
-from everlong.environments.sandboxes.stacking import LayerStore, Stack, empty_like, merge
+from everlong.environments.sandboxes.stacking import LayerStore, Source, Stack, alone_in, empty_like
+from everlong.environments.sandboxes.trees import TreeSize, copy_tree, remove_tree
 
 AGENT_ID = 65534
 """User and group that commands run as when we are root: the agent must never be root of the host."""
 BASE_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "TZ": "UTC"}
+MAX_ENTRIES = 1_000_000
+"""Names that commands may add to a workdir that is to be copied. No limit of the kernel holds them, and a copy takes a minute."""
 _PROBE_S = 20.0
 _LOG = logging.getLogger(__name__)
 
@@ -81,6 +84,8 @@ class Kept:
 
     spec: SandboxSpec
     stack: Stack
+    start_size: TreeSize
+    """Of the workdir that its sandbox was made with."""
 
 
 class LocalSandbox:
@@ -108,9 +113,7 @@ class LocalSandbox:
         self._closed = ""
         self._closing: asyncio.Task[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
-        if spec.ttl_s is not None:
-            reason = f"its ttl of {spec.ttl_s:g} s is over"
-            self._expiry = asyncio.get_running_loop().call_later(spec.ttl_s, self._begin_close, reason)
+        self._start_size = TreeSize()
 
     @property
     def name(self) -> str:
@@ -167,8 +170,19 @@ class LocalSandbox:
             raise ValueError(f"a fork starts from its parent's workdir: spec.files must be None, got {spec.files!r}")
         async with self._lock:
             self._check_open()
-            workdir = self._spec.workdir.lstrip("/")
-            return await self._backend.open(spec, tuple(root / workdir for root in self._roots()))
+            return await self._backend.open(spec, self._left())
+
+    def _left(self) -> Source:
+        """What commands left in the workdir; nothing where they removed it, or put something else in its place."""
+        workdir = self._spec.workdir.lstrip("/")
+        folders = tuple(root / workdir for root in (self._territory.root, *self._territory.lowers))
+        is_there = os.path.isdir(folders[0]) and not os.path.islink(folders[0])
+        return Source(folders if is_there else (), self._stack, self._room())
+
+    def _room(self) -> TreeSize:
+        """What commands may leave in the workdir: its limits, beyond what it was made with."""
+        start, disk_bytes = self._start_size, self._spec.limits.disk_mb << 20
+        return TreeSize(start.entries + MAX_ENTRIES, start.size_bytes + disk_bytes)
 
     async def pause(self, to: PauseTo = "stopped") -> None:
         if to == "disk":
@@ -199,7 +213,7 @@ class LocalSandbox:
                 # Sealing a layer takes less time than asking a thread to.
                 cheap = self._place.overlays and len(self._stack) < MAX_LAYERS
                 stack = self._freeze() if cheap else await asyncio.to_thread(self._freeze)
-            return self._backend.keep(self._spec, stack, parent)
+            return self._backend.keep(Kept(self._spec, stack, self._start_size), parent)
 
     async def rollback(self, snapshot: Snapshot) -> None:
         kept = self._backend.kept(snapshot)
@@ -208,41 +222,42 @@ class LocalSandbox:
             if private_folders(kept.spec) != self._territory.folders:
                 raise ValueError(f"snapshot {snapshot.id} has other folders than sandbox {self.name}")
             with self._storing("rollback"):
-                await asyncio.to_thread(self._become, kept.stack)
+                await asyncio.to_thread(self._become, kept)
 
-    async def start_from(self, stack: Stack) -> None:
+    async def start_from(self, kept: Kept) -> None:
         """As `start`, with what a snapshot holds."""
         # An empty layer above others is made in less time than a thread is found.
         cheap = self._place.overlays and not self._spec.mounts
-        await self._start(lambda: self._lay_on(stack), in_thread=not cheap)
+        await self._start(lambda: self._lay_on(kept), in_thread=not cheap)
 
-    def _lay_on(self, stack: Stack) -> None:
+    def _lay_on(self, kept: Kept) -> None:
         make_home(self._home)
-        self._become(stack)
+        self._become(kept)
         self._mounts = place_mounts(self._home, self._territory, self._spec.mounts, caged=self._caged)
 
     def _freeze(self) -> Stack:
         """What it is now as layers that nobody changes; with overlays it goes on above them."""
-        layers = self._backend.layers
+        layers, root = self._backend.layers, self._territory.root
         if not self._place.overlays:
-            return (layers.copy(self._territory.root),)
-        stack = (layers.seal(self._territory.root), *self._stack)
-        if len(stack) > MAX_LAYERS:
-            whole = layers.hold(stack)
-            stack = (layers.flatten(whole),)
-            self._stand_on(stack)
-            layers.let_go(whole)
+            return (layers.copy(root),)
+        if len(self._stack) < MAX_LAYERS:
+            stack = (layers.seal(root), *self._stack)
         else:
-            self._stand_on(stack)
+            stack = (layers.copy(root, self._stack),)
+            remove_tree(root)
+        self._stand_on(stack)
         return stack
 
-    def _become(self, stack: Stack) -> None:
-        remove_tree(self._territory.root)
+    def _become(self, kept: Kept) -> None:
+        root, stack = self._territory.root, kept.stack
+        remove_tree(root)
         if self._place.overlays:
             self._stand_on(stack)
         else:
-            self._territory.root.mkdir()
-            copy_tree(stack[0].path, self._territory.root, None, keep_owners=True)
+            root.mkdir()
+            with alone_in(stack):
+                copy_tree(stack[0].path, root, None, keep_owners=True)
+        self._start_size = kept.start_size
 
     def _stand_on(self, stack: Stack) -> None:
         """An empty upper layer above this stack."""
@@ -251,9 +266,6 @@ class LocalSandbox:
         empty_like(stack[0].path, self._territory.root, self._territory.folders)
         self._territory = replace(self._territory, lowers=tuple(layer.path for layer in stack))
         layers.let_go(before)
-
-    def _roots(self) -> tuple[Path, ...]:
-        return (self._territory.root, *self._territory.lowers)
 
     @contextlib.contextmanager
     def _storing(self, what: str) -> Generator[None]:
@@ -267,8 +279,8 @@ class LocalSandbox:
         assert self._closing is not None
         await asyncio.shield(self._closing)
 
-    async def start(self, source: tuple[Path, ...]) -> None:
-        """Make what it needs on the host; after a failure nothing is left. `source`: layers of the workdir's content."""
+    async def start(self, source: Source) -> None:
+        """Make what it needs on the host, then let its ttl begin; after a failure nothing is left."""
         await self._start(lambda: self._lay_out(source), in_thread=True)
 
     async def _start(self, lay_out: Callable[[], None], *, in_thread: bool) -> None:
@@ -282,12 +294,14 @@ class LocalSandbox:
             if isinstance(error, OSError):
                 raise SandboxError(f"cannot lay out sandbox {self.name}: {error}") from error
             raise
+        if (ttl_s := self._spec.ttl_s) is not None and self._closing is None:
+            reason = f"its ttl of {ttl_s:g} s is over"
+            self._expiry = asyncio.get_running_loop().call_later(ttl_s, self._begin_close, reason)
 
-    def _lay_out(self, source: tuple[Path, ...]) -> None:
+    def _lay_out(self, source: Source) -> None:
         make_home(self._home)
-        fill_folders(self._territory, self._spec.workdir, source[0] if len(source) == 1 else None)
-        if len(source) > 1:
-            merge(tuple(layer for layer in source if layer.is_dir()), self._territory.host(self._spec.workdir))
+        with alone_in(source.stack):
+            self._start_size = fill_folders(self._territory, self._spec.workdir, source.folders, source.room)
         self._mounts = place_mounts(self._home, self._territory, self._spec.mounts, caged=self._caged)
 
     def _make_group(self) -> None:
@@ -397,7 +411,7 @@ class LocalBackend:
         return (await self._find())[1]
 
     async def create(self, spec: SandboxSpec) -> LocalSandbox:
-        return await self.open(spec, (Path(spec.files),) if spec.files is not None else ())
+        return await self.open(spec, Source((Path(spec.files).resolve(),)) if spec.files is not None else Source())
 
     async def restore(self, snapshot: Snapshot, names: tuple[str, ...]) -> list[LocalSandbox]:
         kept = self.kept(snapshot)
@@ -408,7 +422,7 @@ class LocalBackend:
             for name in names:
                 spec = msgspec.structs.replace(kept.spec, name=name)
                 sandbox = self._sandboxes[name] = LocalSandbox(self, spec, self._home(name), place)
-                await sandbox.start_from(kept.stack)
+                await sandbox.start_from(kept)
                 restored.append(sandbox)
         except BaseException:
             await asyncio.gather(*(sandbox.close() for sandbox in restored))
@@ -420,12 +434,13 @@ class LocalBackend:
         if kept is not None:
             await asyncio.to_thread(self.layers.let_go, kept.stack)
 
-    def keep(self, spec: SandboxSpec, stack: Stack, parent: Snapshot | None) -> Snapshot:
+    def keep(self, kept: Kept, parent: Snapshot | None) -> Snapshot:
         """A sandbox says what it was."""
         snapshot = Snapshot(
-            id=str(next(self._snapshot_ids)), sandbox=spec.name, parent=parent.id if parent is not None else None
+            id=str(next(self._snapshot_ids)), sandbox=kept.spec.name, parent=parent.id if parent is not None else None
         )
-        self._kept[snapshot.id] = Kept(spec, self.layers.hold(stack))
+        self.layers.hold(kept.stack)
+        self._kept[snapshot.id] = kept
         return snapshot
 
     def kept(self, snapshot: Snapshot) -> Kept:
@@ -436,8 +451,8 @@ class LocalBackend:
     def _home(self, name: str) -> Path:
         return self.claim.folder / folder_name(name)
 
-    async def open(self, spec: SandboxSpec, source: tuple[Path, ...]) -> LocalSandbox:
-        """A sandbox whose workdir holds a copy of what the layers in `source` show, top first."""
+    async def open(self, spec: SandboxSpec, source: Source) -> LocalSandbox:
+        """A sandbox whose workdir holds a copy of `source`. Raises WorkspaceTooLarge where that is beyond its room."""
         check_spec(spec)
         place, _ = await self._find()
         if spec.name in self._sandboxes:
@@ -488,7 +503,7 @@ class LocalBackend:
         """Whether a second process is refused where one is allowed. Raises SandboxError where nothing can be started."""
         spec = SandboxSpec(name="probe", limits=Limits(memory_mb=256, processes=1))
         sandbox = LocalSandbox(self, spec, self.claim.folder / f"probe-{place.isolation}", place)
-        await sandbox.start(())
+        await sandbox.start(Source())
         try:
             one_more = Command(argv=("sh", "-c", "/bin/true; exit 7"), timeout_s=_PROBE_S)
             return (await sandbox.exec(one_more)).exit_code != 7
@@ -500,7 +515,7 @@ class LocalBackend:
         sandbox = LocalSandbox(
             self, SandboxSpec(name="probe"), self.claim.folder / "probe-overlay", replace(place, overlays=True)
         )
-        await sandbox.start(())
+        await sandbox.start(Source())
         try:
             await sandbox.write("below", b"x")
             await self.drop(await sandbox.snapshot())

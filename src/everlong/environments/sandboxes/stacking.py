@@ -6,22 +6,46 @@ import contextlib
 import itertools
 import os
 import stat
+import threading
+from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
 
-from everlong.environments.sandboxes.folders import copy_file, copy_tree, remove_tree
-from everlong.environments.sandboxes.layers import is_opaque
+from everlong.environments.sandboxes.trees import TreeSize, copy_tree, remove_tree
 
 
 class Layer:
     """A sealed folder tree that nobody changes any more."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, number: int) -> None:
+        self.path, self.number = path, number
         self.num_users = 0
+        self.walking = threading.Lock()
 
 
 Stack = tuple[Layer, ...]
 """Top first."""
+
+
+@contextlib.contextmanager
+def alone_in(stack: Stack) -> Generator[None]:
+    """A walk unlocks folders that their owner locked for as long as it is in them: a second one would take that for their mode."""
+    with contextlib.ExitStack() as held:
+        for layer in sorted(stack, key=lambda layer: layer.number):
+            held.enter_context(layer.walking)
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a workdir is filled with."""
+
+    folders: tuple[Path, ...] = ()
+    """The same folder in every layer, top first; none to start empty."""
+    stack: Stack = ()
+    """The sealed ones among the layers that it lies in."""
+    room: TreeSize | None = None
+    """What is larger cannot be copied."""
 
 
 class LayerStore:
@@ -37,18 +61,15 @@ class LayerStore:
         os.rename(upper, layer.path)
         return layer
 
-    def copy(self, source: Path) -> Layer:
-        """A layer that holds a copy of a plain folder tree, owners included."""
-        layer = self._next()
-        layer.path.mkdir()
-        copy_tree(source, layer.path, None, keep_owners=True)
-        return layer
-
-    def flatten(self, stack: Stack) -> Layer:
-        """One layer that shows what the stack shows."""
-        layer = self._next()
-        layer.path.mkdir()
-        merge(tuple(part.path for part in stack), layer.path)
+    def copy(self, upper: Path, stack: Stack = ()) -> Layer:
+        """A layer that holds a copy of what `upper` and the stack below it show together, owners included."""
+        layer = self.new()
+        try:
+            with alone_in(stack):
+                copy_tree((upper, *(part.path for part in stack)), layer.path, None, keep_owners=True)
+        except BaseException:
+            remove_tree(layer.path)
+            raise
         return layer
 
     def hold(self, stack: Stack) -> Stack:
@@ -70,7 +91,8 @@ class LayerStore:
 
     def _next(self) -> Layer:
         self.layers_folder.mkdir(exist_ok=True)
-        return Layer(self.layers_folder / str(next(self._ids)))
+        number = next(self._ids)
+        return Layer(self.layers_folder / str(number), number)
 
 
 def empty_like(layer: Path, target: Path, folders: tuple[str, ...]) -> None:
@@ -82,43 +104,3 @@ def empty_like(layer: Path, target: Path, folders: tuple[str, ...]) -> None:
         if os.geteuid() == 0:
             os.chown(here, status.st_uid, status.st_gid)
         here.chmod(stat.S_IMODE(status.st_mode))
-
-
-def merge(layers: tuple[Path, ...], target: Path) -> None:
-    """Make the folder `target` what the layers (top first) show together."""
-    for layer in reversed(layers):
-        _lay_over(layer, target)
-
-
-def _lay_over(layer: Path, target: Path) -> None:
-    with os.scandir(layer) as entries:
-        for entry in entries:
-            there = target / entry.name
-            status = entry.stat(follow_symlinks=False)
-            is_folder = stat.S_ISDIR(status.st_mode)
-            if os.path.lexists(there) and not (is_folder and there.is_dir() and not there.is_symlink()):
-                _remove(there)
-            elif is_folder and there.is_dir() and is_opaque(entry.path):
-                remove_tree(there)
-            if is_folder:
-                there.mkdir(exist_ok=True)
-                _lay_over(Path(entry.path), there)
-            elif stat.S_ISLNK(status.st_mode):
-                os.symlink(os.readlink(entry.path), there)
-            elif stat.S_ISREG(status.st_mode):
-                copy_file(entry.path, there)
-            else:
-                continue
-            if os.geteuid() == 0:
-                os.chown(there, status.st_uid, status.st_gid, follow_symlinks=False)
-            if not stat.S_ISLNK(status.st_mode):
-                there.chmod(stat.S_IMODE(status.st_mode) & 0o1777)
-                os.utime(there, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        remove_tree(path)
-    else:
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
