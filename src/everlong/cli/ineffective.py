@@ -96,6 +96,15 @@ def _rules(config: RunConfig) -> Iterator[Ineffective]:
             yield Ineffective(
                 path, "sandbox.type", "with sandbox.type=scripted: leave it out, or set sandbox.type to local"
             )
+    if config.sandbox.type == "gvisor":
+        why = "with sandbox.type=gvisor, whose sandboxes have a kernel of their own: leave it out, or set sandbox.type to local"
+        yield Ineffective("sandbox.isolation", "sandbox.type", why)
+    else:
+        why = f"with sandbox.type={config.sandbox.type}: leave it out, or set sandbox.type to gvisor"
+        yield Ineffective("sandbox.runsc", "sandbox.type", why)
+        why += "; the others hold no process between two commands, so there is nothing to pause"
+        for path in ("sandbox.pause_after_s", "sandbox.max_resident"):
+            yield Ineffective(path, "sandbox.type", why)
     if not config.tasks.eval:
         for path in ("schedule.eval_every", "schedule.eval_attempts", "schedule.eval_deadline_s"):
             yield Ineffective(path, "tasks.eval", "without held-out tasks: leave it out, or name some in tasks.eval")

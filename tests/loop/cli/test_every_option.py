@@ -34,11 +34,12 @@ from everlong.cli.mistakes import variants
 from everlong.cli.run_folder import RunFolder
 from everlong.cli.sinks import open_sinks
 from everlong.contracts.config import Config
-from everlong.contracts.errors import Reason
+from everlong.contracts.errors import Reason, SandboxError
 from everlong.contracts.ports import SandboxSpec
 from everlong.contracts.records import EpisodeOrder, Purpose, SamplingParams, Task
 from everlong.engines.scripted import ScriptedEngine
 from everlong.environments.sandboxes.config import SandboxConfig
+from everlong.environments.sandboxes.gvisor import find_runsc
 from everlong.environments.sandboxes.opening import open_backend
 from everlong.environments.tasks.harbor import read_task
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
@@ -60,6 +61,7 @@ MIS_PO = {"loss.type": "reinforce", "ratio.correction.type": "mis_po"}
 PRODUCT = {"loss.type": "reinforce", "ratio.correction.type": "sequence_product"}
 SOFT = {"credit.overlong.type": "soft"}
 KL = {"kl.type": "loss"}
+GVISOR = {"sandbox.type": "gvisor"}
 MUON = {"optimizer.type": "muon"}
 
 
@@ -86,6 +88,9 @@ CHANGES = {
     "sandbox.isolation": Change("none"),
     "sandbox.root": Change("boxes"),
     "sandbox.ttl_s": Change(1e6),
+    "sandbox.runsc": Change("runsc-too", GVISOR),
+    "sandbox.pause_after_s": Change(30.0, GVISOR),
+    "sandbox.max_resident": Change(3, GVISOR),
     "harness.type": Change("own_parts:OneTurn"),
     "grading.type": Change("own_parts:score"),
     "harness.system_prompt": Change("Be brief."),
@@ -243,7 +248,16 @@ def held(value: Any, path: str, seen: set[int], found: dict[str, str]) -> None:
             held(child, f"{path}.{name}", seen, found)
 
 
-DIFFERS_ANYWAY = ("_started_s", "claim", "launcher", "config_hash", "_file")
+DIFFERS_ANYWAY = (
+    "_started_s",
+    "claim",
+    "launcher",
+    "config_hash",
+    "_file",
+    "layers_folder",
+    "_images_folder",
+    "_ground",
+)
 """A time, a random folder below the sandboxes' root and what lies in it, and the hash of all settings that the ledger keeps; and the
 number of an open file, which depends on what was closed before."""
 
@@ -454,6 +468,17 @@ REFUSED = {
 }
 
 
+def provide_gvisor(workplace: Path) -> bool:
+    """Its program under a second name; false where this machine has none, and then its options are not tried."""
+    try:
+        program = find_runsc()
+    except SandboxError:
+        return False
+    if not (workplace / "runsc-too").exists():
+        (workplace / "runsc-too").symlink_to(program)
+    return True
+
+
 def test_every_option_changes_what_is_built_or_is_refused_by_name(
     base: str, reads: set[tuple[str, str]], workplace: Path
 ) -> None:
@@ -462,6 +487,8 @@ def test_every_option_changes_what_is_built_or_is_refused_by_name(
         if path not in CHANGES or (path in ("model.type", "model.dtype") and base == "scripted"):
             continue
         change = CHANGES[path]
+        if change.beside is GVISOR and not provide_gvisor(workplace):
+            continue
         before = settings(SMALL, BASES[base], change.beside)
         after = settings(SMALL, BASES[base], change.beside, {path: change.value})
         try:
@@ -500,6 +527,10 @@ def test_every_option_changes_what_is_built_or_is_refused_by_name(
         ({"warmup.num_batches": 0, "optimizer.supervised_learning_rate": 0.1}, "optimizer.supervised_learning_rate"),
         ({"sandbox.type": "scripted", "sandbox.isolation": "none"}, "isolation"),
         ({"sandbox.type": "scripted", "sandbox.root": "x"}, "root"),
+        ({"sandbox.type": "gvisor", "sandbox.isolation": "none"}, "isolation"),
+        ({"sandbox.pause_after_s": 1.0}, "pause_after_s"),
+        ({"sandbox.max_resident": 2}, "max_resident"),
+        ({"sandbox.type": "scripted", "sandbox.runsc": "x"}, "runsc"),
         ({**VLLM, "engine.url": "http://host:1", "engine.cache_mb": 7}, "cache_mb"),
         ({"ratio.base": "proximal"}, "loss sapo"),
         ({"ratio.base": "proximal", "loss.type": "reinforce"}, "ratio.base=proximal"),
