@@ -21,6 +21,7 @@ from everlong.environments.grading.verifier import check_time_budget
 from everlong.environments.tasks.harbor import HarborTask
 from everlong.environments.tasks.opening import open_task
 from everlong.rollouts.gateway.session import ContextFull, Journal, Session, SessionLimits, TurnLimit
+from everlong.rollouts.pausing import Pause
 from everlong.rollouts.renderers.chatml import Renderer
 
 
@@ -41,6 +42,8 @@ class Sampling:
     params: SamplingParams
     run_seed: int
     limits: SessionLimits
+    pause: Pause = field(default_factory=Pause)
+    """While it is on, nobody's time limit runs."""
 
 
 @dataclass(slots=True)
@@ -114,7 +117,8 @@ class EpisodeRunner:
         )
         try:
             async with asyncio.timeout(task.agent_timeout_s) as limit:
-                attempt.reason = await self._harness.run(task, session, sandbox)
+                with sampling.pause.spares(limit):
+                    attempt.reason = await self._harness.run(task, session, sandbox)
             if session.refusal is not None:  # the agent met it and went its way: it still is why the episode ended
                 raise session.refusal
         except TimeoutError:

@@ -27,7 +27,7 @@ from everlong.models.toy import build_toy
 from everlong.observe import MemorySink
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.conductor import Parts, RunConductor
-from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
+from everlong.orchestrator.config import RoundsConfig, WarmupConfig
 from everlong.orchestrator.loop import run
 from everlong.orchestrator.scheduler import RoundScheduler
 from everlong.rollouts.gateway.session import SessionLimits
@@ -154,7 +154,7 @@ class Steps:
             )
         )
         scheduler = RoundScheduler(
-            ScheduleConfig(num_batches=NUM_BATCHES, groups_per_batch=2, group_size=2, batch_deadline_s=None),
+            RoundsConfig(num_batches=NUM_BATCHES, groups_per_batch=2, group_size=2, batch_deadline_s=None),
             WarmupConfig(),
             train_tasks=[task.id for task in self.tasks.train],
             eval_tasks=[],

@@ -31,13 +31,14 @@ from everlong.ledger import (
 )
 from everlong.models.config import ScriptedModel
 from everlong.observe import MemorySink
+from everlong.orchestrator.agenda import is_checkpoint_due
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.conductor import Parts, RunConductor
-from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
+from everlong.orchestrator.config import RoundsConfig, WarmupConfig
 from everlong.orchestrator.events import RunAborted
 from everlong.orchestrator.loop import run
 from everlong.orchestrator.recovery import interruptions, progress_of
-from everlong.orchestrator.scheduler import RoundScheduler, is_checkpoint_due
+from everlong.orchestrator.schedules import make_scheduler
 from everlong.rollouts.config import HarnessConfig
 from everlong.rollouts.gateway.session import SessionLimits
 from everlong.rollouts.harnesses.bash import BashHarness
@@ -127,7 +128,7 @@ class World:
     def __init__(self, folder, tasks, late_after=None, **schedule):
         self.folder, self.tasks, self.late_after = folder, tasks, late_after
         defaults = {"num_batches": 3, "groups_per_batch": 3, "group_size": 4, "batch_deadline_s": None}
-        self.schedule = ScheduleConfig(**{**defaults, **schedule})
+        self.schedule = RoundsConfig(**{**defaults, **schedule})
         self.metrics = MemorySink()
 
     @asynccontextmanager
@@ -183,7 +184,7 @@ class World:
         try:
             if resume:
                 await conductor.recover(lambda batch: is_checkpoint_due(batch, self.schedule, WarmupConfig()))
-            scheduler = RoundScheduler(
+            scheduler = make_scheduler(
                 self.schedule,
                 WarmupConfig(),
                 train_tasks=[task.id for task in self.tasks.train],
