@@ -7,7 +7,7 @@ are written, before the ledger says that it is trained. So whatever the ledger s
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,6 +106,8 @@ class RunConductor:
         self._kept: dict[str, Episode] = {}
         self._sampling_since: dict[Purpose, float] = {}
         """When the first episode of the batch or evaluation under way was ordered, or the batch before was closed."""
+        self._num_sampled: Counter[Purpose] = Counter()
+        """Tokens of the episodes that ended since then."""
         self._window = BatchWindow(parts.clock, apart=parts.apart)
 
     # Actions ---------------------------------------------------------------------------------------------------------
@@ -246,6 +248,7 @@ class RunConductor:
         elif dropped:
             facts.append(replaced_outcome(view))
         await self._parts.ledger.append(*facts)
+        self._num_sampled[order.purpose] += episode.num_sampled
         if order.purpose is Purpose.EVAL or not dropped:
             self._kept[order.episode] = episode
 
@@ -332,7 +335,7 @@ class RunConductor:
         return events.BatchDone(self._parts.clock(), action.batch, report.policy_version)
 
     async def _train_groups(self, action: events.TrainGroups) -> events.Event:
-        sampling = self._sampling_metrics(action.groups, Purpose.TRAIN)
+        sampling = self._sampling_metrics(Purpose.TRAIN)
         watch = Stopwatch(self._parts.clock)
         engine = engine_metrics(await self._parts.engine.status())
         made = await self._made(action.batch, action.groups)
@@ -360,17 +363,16 @@ class RunConductor:
     async def _engine_busy_s(self) -> float | None:
         return (await self._parts.engine.status()).metrics.get(BUSY_S)
 
-    def _sampling_metrics(self, groups: Sequence[int], purpose: Purpose) -> dict[str, float]:
-        """Seconds since sampling for the batch began, or since the batch before where sampling went on, and sampled tokens of
-        its episodes per second; nothing where no episode had to run."""
-        since = self._sampling_since.pop(purpose, None)
+    def _sampling_metrics(self, purpose: Purpose) -> dict[str, float]:
+        """Seconds since sampling for the batch began, or since the batch before where sampling went on, and tokens per second of
+        the episodes that ended in them; nothing where no episode had to run."""
+        since, num_sampled = self._sampling_since.pop(purpose, None), self._num_sampled.pop(purpose, 0)
         if since is None:
             return {}
         views, now_s = self._parts.ledger.lifecycle.episodes, self._parts.clock()
         if any(views[name].purpose is purpose for name in self._running):
             self._sampling_since[purpose] = now_s
         seconds = now_s - since
-        num_sampled = sum(member.num_sampled for group in groups for member in self._members(purpose, group))
         values = {"seconds/sampling": seconds}
         return {**values, "tokens_per_s": num_sampled / seconds} if seconds > 0 else values
 
@@ -412,7 +414,7 @@ class RunConductor:
         return events.EngineUpdated(self._parts.clock(), status.policy_version)
 
     async def _record_eval(self, action: events.RecordEval) -> events.Event:
-        sampling = self._sampling_metrics(action.groups, Purpose.EVAL)
+        sampling = self._sampling_metrics(Purpose.EVAL)
         rewards = [e.reward for group in action.groups for e in await self._group(Purpose.EVAL, group)]
         verdicts = [reward for reward in rewards if reward is not None]
         successes = sum(reward >= 1.0 for reward in verdicts)
