@@ -528,7 +528,12 @@ def test_settings_that_do_not_fit_together_are_refused(change: dict[str, Any], m
 
 @pytest.mark.parametrize(
     "settings_of_run",
-    [{**ASYNC, **GRPO}, {**PARTIAL, **TRUNCATION}, {**ASYNC, **MIS_PO}, {**ASYNC, **REINFORCE, "schedule.max_staleness": 0}],
+    [
+        {**ASYNC, **GRPO},
+        {**PARTIAL, **TRUNCATION},
+        {**ASYNC, **MIS_PO},
+        {**ASYNC, **REINFORCE, "schedule.max_staleness": 0},
+    ],
     ids=str,
 )
 def test_old_tokens_are_taken_where_something_weighs_them_or_none_can_be_old(settings_of_run: dict[str, Any]) -> None:
