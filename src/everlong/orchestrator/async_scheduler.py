@@ -109,6 +109,7 @@ class AsyncScheduler:
             actions.append(UpdateEngine(self._published))
         if self._held < 0:
             return actions
+        self._open_known(now_s)
         if not self._training and not self._publishing:
             actions += self._evaluate() if self._agenda.eval_due else self._train()
         self._open_groups(now_s)
@@ -159,11 +160,14 @@ class AsyncScheduler:
     def _fits(self, oldest: Sequence[int], next_batch: int) -> bool:
         return fits(oldest, next_batch, self._schedule.groups_per_batch, self._schedule.max_staleness)
 
-    def _open_groups(self, now_s: float) -> None:
-        """Those that an earlier process had opened, and as many new ones as can still be trained young enough."""
+    def _open_known(self, now_s: float) -> None:
+        """Those that an earlier process had opened; some may be complete, and nothing else would say so."""
         for group, oldest in self._known.items():
             self._open(group, now_s, oldest)
         self._known = {}
+
+    def _open_groups(self, now_s: float) -> None:
+        """As many as can still be trained young enough."""
         under_way = [group.oldest for group in self._queue.of(Purpose.TRAIN)]
         left = (self._agenda.num_batches - self._first_free) * self._schedule.groups_per_batch
         while len(under_way) < left and self._fits_last([*under_way, self._held]):

@@ -168,6 +168,7 @@ class RunConductor:
         task = asyncio.create_task(post())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # it may have been cancelled before it began
 
     # Episodes --------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from everlong.contracts.records import Purpose
 from everlong.orchestrator.async_scheduler import fits
 from everlong.orchestrator.config import AsyncConfig
 from everlong.orchestrator.events import CancelEpisode, Publish, RunEpisode, TrainGroups, UpdateEngine
+from everlong.orchestrator.progress import Progress
 
 PATTERN = ["A", "B"] * 7 + ["C", "D"]
 """Of tasks A and B seven come for one of C and one of D, which take three times as long."""
@@ -161,6 +162,13 @@ def test_warm_up_batches_come_first_and_nothing_is_sampled_before_their_version(
     run = Simulation(config(num_batches=3, max_staleness=2), lambda order: 1.0, train_s=1.0, warmup=4).run()
     assert min(order.min_policy_version for order in run.started) == 4
     assert [batch.batch for batch in run.trained] == [4, 5, 6]
+
+
+def test_a_batch_that_was_complete_before_the_crash_trains_without_waiting_for_anybody():
+    versions = {f"train-{group:06d}-000": {0} for group in range(4)}
+    progress = Progress(open_groups=dict.fromkeys(range(4), 0), ended=frozenset(versions))
+    run = Simulation(config(num_batches=2), lambda order: 1.0, progress=progress, versions=versions).run()
+    assert [batch.groups for batch in run.trained] == [(0, 1), (2, 3)] and not run.started
 
 
 SCHEDULES = st.builds(
