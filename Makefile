@@ -5,16 +5,21 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE_VENV := .venv-core
 CORE_STAMP := $(CORE_VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup train test unit loop system campaign check format docs clean help
+.PHONY: setup vllm train test unit loop system campaign study-learning peers check format docs clean help
 
 help:
 	@echo "make setup   install everlong into $(VENV); the command is $(BIN)/everlong"
+	@echo "make vllm    the environment of a vLLM server in $(VLLM_VENV), for engine.type=vllm"
 	@echo "make train   the quickstart: trains, evaluates, writes a report"
 	@echo "make test    unit and loop tiers (what a change must pass)"
 	@echo "make system  real servers and clients"
 	@echo "make check   lint, types, import contracts"
+	@echo "make study-learning  RL against more imitation and shuffled rewards, three seeds, about an hour"
+	@echo "make peers   what the benches engine and step are measured against: transformers and TRL, 1.3 GB"
 	@echo "make campaign  kill -9 campaign on a real run; writes docs/evidence/"
 
 setup: $(STAMP)
@@ -26,6 +31,12 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
 $(CORE_STAMP): pyproject.toml constraints.txt scripts/setup.sh
 	@PYTHON="$(PYTHON)" VENV="$(CORE_VENV)" bash scripts/setup.sh ""
 	@touch $(CORE_STAMP)
+
+vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP): constraints-vllm.txt scripts/setup_vllm.sh
+	@PYTHON="$(PYTHON)" VENV="$(VLLM_VENV)" bash scripts/setup_vllm.sh
+	@touch $(VLLM_STAMP)
 
 train: $(STAMP)
 	$(BIN)/everlong train
@@ -42,8 +53,14 @@ test: $(STAMP) $(CORE_STAMP)
 system: $(STAMP)
 	$(PYTEST) tests/system
 
+study-learning: $(STAMP)
+	$(BIN)/python -m tests.study.learning
+
 campaign: $(STAMP)
 	$(BIN)/python -m tests.campaign.kill --kills 10
+
+peers: $(STAMP)
+	$(BIN)/python -m everlong.cli.benches.peers.environment
 
 check: $(STAMP)
 	$(BIN)/ruff check src tests
@@ -56,4 +73,4 @@ format: $(STAMP)
 	$(BIN)/ruff format src tests
 
 clean:
-	rm -rf $(VENV) $(CORE_VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CORE_VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis

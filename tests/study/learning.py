@@ -55,7 +55,7 @@ KINDS = (
 )
 NUM_TRAIN, NUM_EVAL, NUM_OTHER_KINDS = 600, 200, 60
 NUM_SHOWN = 15
-NUM_WARMUP, NUM_RL = 9, 14
+NUM_WARMUP, NUM_RL = 9, 12
 COMMAND = (sys.executable, "-c", "from everlong.cli.main import main; main()")
 PATHS = ("src/everlong", "tests/study")
 

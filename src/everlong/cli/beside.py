@@ -35,8 +35,7 @@ def newest_version(config: RunConfig, folder: RunFolder) -> int:
 
 def beside_run(config: RunConfig, folder: RunFolder, scratch: Path) -> tuple[RunFolder, RunConfig]:
     """A folder with a lock of its own, whose cell reads the run's store."""
-    url = folder.store_url(config)
-    store = url if "://" in url else str(Path(url).resolve())
+    store = folder.absolute_store_url(config)
     settings = config.model_copy(update={"weights": config.weights.model_copy(update={"store": store})})
     aside = RunFolder(scratch)
     aside.create(settings)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from everlong.cli.rendering import checkpoint_companions, make_renderer
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.ports import Engine, ObjectStore, Trainer
 from everlong.contracts.records import GenerateRequest
+from everlong.engines.config import EmbeddedConfig, VllmConfig
 from everlong.models.config import ScriptedModel, ToyModel
 from everlong.models.source import ModelSource, find_model
 from everlong.orchestrator.cells.worker import Cell
@@ -60,12 +61,13 @@ class _Making:
     config: RunConfig
     source: ModelSource
     store: ObjectStore
+    folder: RunFolder
 
     @classmethod
     def of(cls, config_path: str) -> _Making:
         folder = RunFolder(Path(config_path).parent)
         config = folder.read_config()
-        return cls(config, find_model(config.model), open_store(folder.store_url(config)))
+        return cls(config, find_model(config.model), open_store(folder.store_url(config)), folder)
 
     def prepare(self, share: int) -> None:
         """Set the process's threads, the config's or the machine's by `share`. Raises ValueError where it cannot keep what
@@ -93,16 +95,9 @@ class _Making:
         config = self.config
         if isinstance(config.model, ScriptedModel):
             return _scripted_engine(config, self.source, self.store)
-        from everlong.engines.torch_engine.engine import TorchEngine
-
-        tokenizer = make_renderer(config).tokenizer
-        return TorchEngine(
-            _build_model(config, self.source, tokenizer.vocab_size),
-            WeightReader(self.store),
-            token_bytes=tokenizer.token_bytes(),
-            config=config.engine,
-            lease=lease,
-        )
+        if isinstance(config.engine, VllmConfig):
+            return _vllm_engine(config, config.engine, self.source, self.store, self.folder)
+        return _torch_engine(config, config.engine, self.source, self.store, lease)
 
     def trainer(self, lease: asyncio.Lock) -> Trainer:
         config, publisher = self.config, WeightPublisher(self.store, self.config.weights.anchor_every)
@@ -125,6 +120,47 @@ class _Making:
             lease=lease,
             companions=checkpoint_companions(self.source),
         )
+
+
+def _torch_engine(
+    config: RunConfig, settings: EmbeddedConfig, source: ModelSource, store: ObjectStore, lease: asyncio.Lock
+) -> Engine:
+    from everlong.engines.torch_engine.engine import TorchEngine
+
+    tokenizer = make_renderer(config).tokenizer
+    return TorchEngine(
+        _build_model(config, source, tokenizer.vocab_size),
+        WeightReader(store),
+        token_bytes=tokenizer.token_bytes(),
+        config=settings,
+        lease=lease,
+    )
+
+
+def _vllm_engine(
+    config: RunConfig, settings: VllmConfig, source: ModelSource, store: ObjectStore, folder: RunFolder
+) -> Engine:
+    """The server computes in processes of its own, beside the trainer, and shares no lease with it."""
+    from everlong.engines.vllm_engine.engine import VllmEngine
+    from everlong.engines.vllm_engine.server import GivenServer, ServedModel, Server, StartedServer
+
+    assert not isinstance(config.model, ScriptedModel)
+    tokenizer, context = make_renderer(config).tokenizer, settings.context(source.shape.max_positions)
+    shape = replace(source.shape, vocab_size=tokenizer.vocab_size, padded_vocab_size=tokenizer.vocab_size)
+    server: Server
+    if settings.url is not None:
+        server = GivenServer(settings.url, settings.start_timeout_s)
+    else:
+        model = ServedModel(shape.to_hf(), config.model.dtype, context)
+        server = StartedServer(settings, model, log=folder.path / "vllm.log", threads=config.threads)
+    return VllmEngine(
+        server,
+        WeightReader(store),
+        store_url=folder.absolute_store_url(config),
+        token_bytes=tokenizer.token_bytes(),
+        context=context,
+        config=settings,
+    )
 
 
 def _build_model(config: RunConfig, source: ModelSource, vocab_size: int) -> Llama:

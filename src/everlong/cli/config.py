@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from everlong.cli.ineffective import refuse_ineffective
 from everlong.contracts.config import Config
 from everlong.contracts.records import SamplingParams
-from everlong.engines.config import EmbeddedConfig
+from everlong.engines.config import EmbeddedConfig, EngineConfig, VllmConfig
 from everlong.environments.grading.config import GradingConfig
 from everlong.environments.sandboxes.config import SandboxConfig
 from everlong.environments.tasks.config import TasksConfig
@@ -99,7 +99,7 @@ class RunConfig(Config):
     sandbox: SandboxConfig = SandboxConfig()
     harness: HarnessConfig = HarnessConfig()
     grading: GradingConfig = GradingConfig()
-    engine: EmbeddedConfig = EmbeddedConfig()
+    engine: EngineConfig = EmbeddedConfig()
     sampling: SamplingConfig = SamplingConfig()
     warmup: WarmupConfig = WarmupConfig()
     schedule: ScheduleConfig = RoundsConfig()
@@ -120,6 +120,7 @@ class RunConfig(Config):
             check_effective(self.loss, self.ratio, self.trainer.updates_per_batch, self.kl)
             self._check_staleness()
         refuse_ineffective(self)
+        self._check_engine()
         self._check_method()
         self._check_sizes()
         return self
@@ -132,6 +133,25 @@ class RunConfig(Config):
                 f"schedule.type={self.schedule.type} trains tokens of older policy versions, and {why}: set "
                 "ratio.correction.type (token_truncation is common), or ratio.base to behaviour with a loss that has a "
                 "ratio; or set schedule.type to rounds"
+            )
+
+    def _check_engine(self) -> None:
+        """What a vLLM server cannot give. Raises ValueError."""
+        if not isinstance(self.engine, VllmConfig):
+            return
+        if self.model.type == "scripted":
+            raise ValueError(
+                "engine.type=vllm has no effect with model.type=scripted, which samples by itself: leave it out"
+            )
+        if self.numerics == "aligned":
+            raise ValueError(
+                "numerics=aligned means that engine and trainer agree to the bit, which vLLM's kernels do not: set "
+                "engine.type to embedded, or numerics to fast"
+            )
+        if self.sampling.top_p < 1 and not self.sampling.top_k and not self.engine.returns_sampling_mask:
+            raise ValueError(
+                f"sampling.top_p={self.sampling.top_p} is replayed in training over the kept set of every token, which "
+                "engine.type=vllm gives only where sampling.top_k bounds it: set sampling.top_k as well, or top_p to 1"
             )
 
     def _check_method(self) -> None:

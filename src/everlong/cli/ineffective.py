@@ -87,7 +87,10 @@ def _is_option(path: str) -> bool:
 
 def _rules(config: RunConfig) -> Iterator[Ineffective]:
     if config.model.type == "scripted":
+        known = {f"engine.{name}" for name in type(config.engine).model_fields}
         for path in UNUSED_BY_SCRIPTED:
+            if path.startswith("engine.") and path not in known:
+                continue
             yield Ineffective(path, "model.type", "with model.type=scripted: leave it out, or set model.type to toy")
     if config.sandbox.type == "scripted":
         for path in ("sandbox.isolation", "sandbox.root"):

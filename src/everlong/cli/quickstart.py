@@ -65,12 +65,13 @@ def quickstart_config(model_type: str = "smollm2") -> RunConfig:
         )
     return RunConfig(
         output=output,
-        model=Smollm2Model(dtype="bfloat16"),
+        # the tag is said: of a default the command line keeps what was set, and without it the model would be the toy
+        model=Smollm2Model(type="smollm2", dtype="bfloat16"),
         tasks=quickstart_tasks(output),
         harness=HarnessConfig(system_prompt="", max_turns=4, max_context=512),
         sampling=SamplingConfig(max_tokens=48),
-        warmup=WarmupConfig(num_batches=8, traces_per_batch=32, num_tasks=160),
-        schedule=RoundsConfig(num_batches=16, groups_per_batch=8, group_size=8, eval_every=8, checkpoint_every=8),
+        warmup=WarmupConfig(num_batches=6, traces_per_batch=32, num_tasks=96),
+        schedule=RoundsConfig(num_batches=20, groups_per_batch=8, group_size=8, eval_every=10, checkpoint_every=10),
         optimizer=AdamWConfig(learning_rate=3e-5, supervised_learning_rate=1e-4),
     )
 

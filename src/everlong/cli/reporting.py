@@ -106,8 +106,10 @@ def summarize(config: RunConfig, views: Sequence[EpisodeView]) -> dict[str, str]
         "agent": f"{_agent(config)}, at most {config.harness.max_turns} turns; {_grading(config)}",
     }
     if warmup.num_batches:
+        shown = f", of {warmup.num_tasks} of the training tasks" if warmup.num_tasks else ""
         summary["warm-up"] = (
-            f"{warmup.num_batches} batches of {warmup.traces_per_batch} oracle traces, imitated; learning rate {warm_rate:g}"
+            f"{warmup.num_batches} batches of {warmup.traces_per_batch} oracle traces, imitated{shown}; "
+            f"learning rate {warm_rate:g}"
         )
     summary["RL"] = (
         f"{schedule.num_batches} batches of {per_batch}; {config.loss.type.upper()} on credit against the group's mean; "

@@ -33,6 +33,11 @@ class RunFolder:
     def store_url(self, config: RunConfig) -> str:
         return config.weights.store or str(self.path / "store")
 
+    def absolute_store_url(self, config: RunConfig) -> str:
+        """The same store for a process that works in another folder."""
+        url = self.store_url(config)
+        return url if "://" in url else str(Path(url).expanduser().resolve())
+
     def refuse_run(self) -> None:
         """Raises FileExistsError where a run lies there."""
         if self.config.exists():

@@ -182,7 +182,13 @@ _DECODER = msgspec.json.Decoder(Fact)
 
 
 def encode_fact(fact: Fact) -> str:
-    return msgspec.json.encode(fact).decode()
+    """Raises LedgerError for a fact that could not be read back: a value of another type than its field's."""
+    try:
+        raw = msgspec.json.encode(fact)
+        _DECODER.decode(raw)
+    except (TypeError, ValueError) as error:
+        raise LedgerError(f"expected a fact whose fields have their types, got {fact!r}: {error}") from error
+    return raw.decode()
 
 
 def decode_fact(text: str) -> Fact:

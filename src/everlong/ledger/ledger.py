@@ -98,11 +98,12 @@ class Ledger:
     def stage(self, *facts: Fact) -> int:
         """Check the facts and take them up, all or none; the next `commit` makes them durable."""
         self._check_usable()
+        texts = [encode_fact(fact) for fact in facts]
         self._lifecycle.apply(*facts)
         now_s = time.time()
-        for fact in facts:
+        for text in texts:
             self._seq += 1
-            self._staged.append((self._seq, now_s, encode_fact(fact)))
+            self._staged.append((self._seq, now_s, text))
         return self._seq
 
     def commit(self) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from everlong.models.numerics import Numerics, attention
+from everlong.models.numerics import CausalAttention, Numerics
 
 # T tokens, B segments, Q queries of the longest segment, S keys of the longest path
 
@@ -23,14 +23,16 @@ class TreeAttention:
     """An `Attend` over segments (parent index or -1, start, length) that tile the T tokens, parents first."""
 
     def __init__(self, segments: Sequence[tuple[int, int, int]], scale: float, numerics: Numerics) -> None:
-        self._scale, self._numerics = scale, numerics
-        self._buckets = [_bucket([segments[i] for i in members], segments) for members in _by_length(segments)]
+        buckets = (_bucket([segments[i] for i in members], segments) for members in _by_length(segments))
+        self._buckets = [
+            (queries, keys, CausalAttention(positions, scale, numerics), real)
+            for queries, keys, positions, real in buckets
+        ]
 
     def __call__(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
         out = torch.zeros_like(q_THD)
-        for queries_BQ, keys_BS, positions_BQ, real_BQ in self._buckets:
-            q, k, v = _take(q_THD, queries_BQ), _take(k_TGD, keys_BS), _take(v_TGD, keys_BS)
-            mixed = attention(q, k, v, positions_BQ, self._scale, self._numerics)
+        for queries_BQ, keys_BS, attention, real_BQ in self._buckets:
+            mixed = attention(_take(q_THD, queries_BQ), _take(k_TGD, keys_BS), _take(v_TGD, keys_BS))
             out = out.index_put((queries_BQ[real_BQ],), mixed[real_BQ].to(out.dtype))
         return out
 

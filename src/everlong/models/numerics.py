@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# T tokens, B sequences, Q queries per sequence, S keys, H query heads, G key-value heads, D head width, K inner width
+# T tokens, B sequences, Q queries per sequence, S keys, H query heads, G key-value heads, D head width, K inner width,
+# R queries of all query heads that share a key head
 
 ROW_TILE = 16
 """Rows of a product are padded to a multiple of this. Few rows take other kernels (fewer than 12 have been seen to)."""
@@ -100,7 +101,14 @@ def tiled_attention(q_BQHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, q_positions_
     return out.reshape(batch, tiles * QUERY_TILE, heads, width)[:, :num_queries]
 
 
-def plain_attention(q_BQHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, q_positions_BQ: Tensor, scale: float) -> Tensor:
+def causal_mask(q_positions_BQ: Tensor, num_keys: int, query_heads_per_key_head: int, dtype: torch.dtype) -> Tensor:
+    """What `plain_attention` adds to its scores, [B, 1, Q * heads, S]: 0 up to the query's position, -inf behind it."""
+    ahead = torch.arange(num_keys, device=q_positions_BQ.device) > q_positions_BQ[..., None]
+    mask = torch.zeros(ahead.shape, dtype=dtype, device=ahead.device).masked_fill_(ahead, -torch.inf)
+    return mask.repeat_interleave(query_heads_per_key_head, dim=1)[:, None]
+
+
+def plain_attention(q_BQHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask_B1RS: Tensor, scale: float) -> Tensor:
     """The same attention by torch's own kernel: fast, and its bits depend on the shape of the call.
 
     The query heads of one key head are rows of one call, so a key is read once for all of them: the kernel's own grouping
@@ -110,20 +118,27 @@ def plain_attention(q_BQHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, q_positions_
     groups = k_BSGD.shape[2]
     rows = num_queries * (heads // groups)
     q = q_BQHD.view(batch, num_queries, groups, -1, width).permute(0, 2, 1, 3, 4).reshape(batch, groups, rows, width)
-    keys = torch.arange(k_BSGD.shape[1], device=q_BQHD.device)
-    row_positions = q_positions_BQ.repeat_interleave(heads // groups, dim=1)
-    mask_B1RS = (keys <= row_positions[..., None])[:, None]
     k, v = k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1RS, scale=scale)
     out = out.view(batch, groups, num_queries, -1, width).permute(0, 2, 1, 3, 4)
     return out.reshape(batch, num_queries, heads, width)
 
 
-def attention(
-    q_BQHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, q_positions_BQ: Tensor, scale: float, numerics: Numerics
-) -> Tensor:
-    kernel = tiled_attention if numerics is Numerics.ALIGNED else plain_attention
-    return kernel(q_BQHD, k_BSGD, v_BSGD, q_positions_BQ, scale)
+class CausalAttention:
+    """Attention of one set of positions, the same for every layer: `tiled_attention` in aligned numerics, else the plain one."""
+
+    def __init__(self, q_positions_BQ: Tensor, scale: float, numerics: Numerics) -> None:
+        self._positions, self._scale, self._numerics = q_positions_BQ, scale, numerics
+        self._mask_B1RS: Tensor | None = None
+
+    def __call__(self, q_BQHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> Tensor:
+        """[B, Q, H, D]; keys stand at positions 0..S-1, and S is the same in every call."""
+        if self._numerics is Numerics.ALIGNED:
+            return tiled_attention(q_BQHD, k_BSGD, v_BSGD, self._positions, self._scale)
+        if self._mask_B1RS is None:
+            heads_per_key_head = q_BQHD.shape[2] // k_BSGD.shape[2]
+            self._mask_B1RS = causal_mask(self._positions, k_BSGD.shape[1], heads_per_key_head, q_BQHD.dtype)
+        return plain_attention(q_BQHD, k_BSGD, v_BSGD, self._mask_B1RS, self._scale)
 
 
 def self_test(

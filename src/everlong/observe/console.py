@@ -149,7 +149,9 @@ def _eval_name(index: int) -> str:
 
 
 def _eval_text(values: Mapping[str, float]) -> str:
-    """Success with its interval where the point says of how many, else whatever it holds."""
+    """Success with its interval where the point says of how many, else whatever it holds. No verdict is no success of 0."""
+    if values.get("episodes") == 0 and "without_verdict" in values:
+        return f"no verdict in {values['without_verdict']:.0f} episodes"
     if "success" not in values or "episodes" not in values:
         return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
     missing = values.get("without_verdict", 0.0)

@@ -419,9 +419,9 @@ class RunConductor:
         rewards = [e.reward for group in action.groups for e in await self._group(Purpose.EVAL, group)]
         verdicts = [reward for reward in rewards if reward is not None]
         successes = sum(reward >= 1.0 for reward in verdicts)
+        judged = {"success": successes / len(verdicts), "reward": float(np.mean(verdicts))} if verdicts else {}
         values = {
-            "success": successes / max(1, len(verdicts)),
-            "reward": float(np.mean(verdicts)) if verdicts else float("nan"),
+            **judged,  # without a verdict there is no success of 0 either
             "episodes": float(len(verdicts)),
             "without_verdict": float(len(rewards) - len(verdicts)),
             "policy_version": float(action.policy_version),

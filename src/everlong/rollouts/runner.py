@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -56,7 +56,9 @@ class _Attempt:
     session: Session | None = None
 
     def fail(self, reason: Reason) -> None:
-        self.reason, self.error = reason, traceback.format_exc()
+        """Keeps the traceback of the exception that is being handled, as text that can be stored."""
+        self.reason = reason
+        self.error = traceback.format_exc().encode(errors="backslashreplace").decode()
 
 
 class EpisodeRunner:
@@ -118,7 +120,7 @@ class EpisodeRunner:
         try:
             async with asyncio.timeout(task.agent_timeout_s) as limit:
                 with sampling.pause.spares(limit):
-                    attempt.reason = await self._harness.run(task, session, sandbox)
+                    attempt.reason = _checked(await self._harness.run(task, session, sandbox))
             if session.refusal is not None:  # the agent met it and went its way: it still is why the episode ended
                 raise session.refusal
         except TimeoutError:
@@ -126,18 +128,12 @@ class EpisodeRunner:
                 attempt.reason = Reason.AGENT_TIMEOUT
             else:
                 attempt.fail(Reason.HARNESS_CRASH)
-        except ContextFull:
-            attempt.reason = Reason.CONTEXT_FULL
-        except TurnLimit:
-            attempt.reason = Reason.TURN_LIMIT
-        except (WorkerDied, WorkerError, LedgerError):
-            raise
-        except SandboxError:
-            attempt.fail(Reason.SANDBOX_CRASH)
-        except EngineError:
-            attempt.fail(Reason.ENGINE_FAILURE)
-        except Exception:
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
             attempt.fail(Reason.HARNESS_CRASH)
+        except Exception as error:
+            _attribute(attempt, error)
         finally:
             await session.close()
         if attempt.reason.trustworthy and not session.turns:
@@ -153,7 +149,9 @@ class EpisodeRunner:
         except SandboxError:
             attempt.fail(Reason.SANDBOX_CRASH)
             attempt.verdict = Verdict(reward=None, reason=Reason.SANDBOX_CRASH)
-        except Exception:
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
             attempt.fail(Reason.VERIFIER_CRASH)
             attempt.verdict = Verdict(reward=None, reason=Reason.VERIFIER_CRASH)
         if attempt.verdict.reason is not None:
@@ -179,6 +177,51 @@ class EpisodeRunner:
             metrics=_counts(session) if session else {},
             error=attempt.error,
         )
+
+
+def _checked(reason: object) -> Reason:
+    """Raises TypeError for what a harness may not return."""
+    if not isinstance(reason, Reason):
+        raise TypeError(
+            f"harness.type must name a harness whose run returns a Reason, such as Reason.DONE, got {reason!r}"
+        )
+    return reason
+
+
+def _is_cancelled() -> bool:
+    """Whether this task was cancelled, and not only something that it waited for."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+def _attribute(attempt: _Attempt, error: Exception) -> None:
+    """Who ended the episode. A harness may run its calls in a task group, which wraps what they raise.
+
+    Called while `error` is handled; raises it where it breaks the run itself.
+    """
+    leaves = list(_leaves(error))
+
+    def among(*kinds: type[BaseException]) -> bool:
+        return any(isinstance(leaf, kinds) for leaf in leaves)
+
+    if among(WorkerDied, WorkerError, LedgerError):
+        raise error
+    if among(SandboxError):
+        attempt.fail(Reason.SANDBOX_CRASH)
+    elif among(EngineError):
+        attempt.fail(Reason.ENGINE_FAILURE)
+    elif all(isinstance(leaf, (ContextFull, TurnLimit)) for leaf in leaves):
+        attempt.reason = Reason.CONTEXT_FULL if among(ContextFull) else Reason.TURN_LIMIT
+    else:
+        attempt.fail(Reason.HARNESS_CRASH)
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
 
 
 def _counts(session: Session) -> dict[str, float]:

@@ -77,7 +77,7 @@ __all__ = [
 class TrainerConfig(Config):
     updates_per_batch: int = Field(1, ge=1)
     """Optimiser steps over the same batch."""
-    head_chunk_tokens: int = Field(512, ge=1)
+    head_chunk_tokens: int = Field(128, ge=1)
     """Rows of logits that exist at a time; fewer need less memory."""
     checkpoint_keep: int = Field(2, ge=1)
     """Newest checkpoints that stay in the store."""

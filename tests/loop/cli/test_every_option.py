@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from tests.fake_vllm import write_python
 
 from everlong.cli.beside import NoAccount
 from everlong.cli.compose import open_control
@@ -53,6 +54,7 @@ PROXIMAL = {"ratio.base": "proximal", "trainer.updates_per_batch": 2}
 TRUNCATION = {**PROXIMAL, "ratio.correction.type": "token_truncation"}
 MASK = {**PROXIMAL, "ratio.correction.type": "token_mask"}
 GRPO = {"loss.type": "grpo"}
+VLLM = {"engine.type": "vllm"}
 CISPO = {"loss.type": "cispo"}
 MIS_PO = {"loss.type": "reinforce", "ratio.correction.type": "mis_po"}
 PRODUCT = {"loss.type": "reinforce", "ratio.correction.type": "sequence_product"}
@@ -95,6 +97,14 @@ CHANGES = {
     "harness.command_timeout_s": Change(9.0),
     "harness.output_chars": Change(500),
     "harness.max_stalled_turns": Change(5),
+    "engine.type": Change("vllm"),
+    "engine.url": Change("http://127.0.0.1:9", VLLM),
+    "engine.python": Change("/bin/sh", VLLM),
+    "engine.cache_mb": Change(64, VLLM),
+    "engine.compile": Change(True, VLLM),
+    "engine.start_timeout_s": Change(9.0, VLLM),
+    "engine.max_restarts": Change(5, VLLM),
+    "engine.arguments": Change(["--seed", "1"], VLLM),
     "engine.max_running": Change(7),
     "engine.prefill_chunk_tokens": Change(33),
     "engine.block_tokens": Change(32),
@@ -298,6 +308,7 @@ def _no_clock() -> float:
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: Path) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EVERLONG_VLLM", sys.executable)  # some program: a server is started by the first update only
     for tasks in shared.iterdir():
         (tmp_path / tasks.name).symlink_to(tasks)
     return tmp_path
@@ -308,6 +319,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     for name, split, kind in (("train", Split.TRAIN, "write-word"), ("eval", Split.EVAL, "write-word"), ("other", Split.TRAIN, "make-folder")):  # fmt: skip
         make_terminal(folder / name, 2, seed=0, split=split, kinds=(kind,))
+    write_python(folder)
     return folder
 
 
@@ -388,6 +400,7 @@ async def stalled(task: Task) -> None:
 REINFORCE = {"loss.type": "reinforce"}
 TRAINED = {
     "toy": (
+        {**VLLM, "engine.python": "python"},
         {**KL, **MUON, **SOFT},
         {**GRPO, **TRUNCATION},
         {**GRPO, **MASK},
@@ -442,7 +455,8 @@ def test_two_runs_of_one_config_are_built_alike(base: str, workplace: Path) -> N
 REFUSED = {
     "scripted": {path for path in CHANGES if path.partition(".")[0] in ("loss", "ratio", "kl", "optimizer", "trainer")}
     | {"numerics", "threads", "engine.max_running", "engine.prefill_chunk_tokens"}
-    | {"engine.block_tokens", "engine.cache_tokens", "engine.prefix_cache"},
+    | {"engine.block_tokens", "engine.cache_tokens", "engine.prefix_cache"}
+    | {path for path, change in CHANGES.items() if change.beside == VLLM or path == "engine.type"},
     "toy": set(),
 }
 
@@ -492,6 +506,7 @@ def test_every_option_changes_what_is_built_or_is_refused_by_name(
         ({"warmup.num_batches": 0, "optimizer.supervised_learning_rate": 0.1}, "optimizer.supervised_learning_rate"),
         ({"sandbox.type": "scripted", "sandbox.isolation": "none"}, "isolation"),
         ({"sandbox.type": "scripted", "sandbox.root": "x"}, "root"),
+        ({**VLLM, "engine.url": "http://host:1", "engine.cache_mb": 7}, "cache_mb"),
         ({"ratio.base": "proximal"}, "loss sapo"),
         ({"ratio.base": "proximal", "loss.type": "reinforce"}, "ratio.base=proximal"),
         ({"kl.type": "loss", "kl.support": "full"}, "kl.support"),

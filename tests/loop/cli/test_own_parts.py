@@ -13,6 +13,7 @@ from safetensors import safe_open
 from everlong.cli.run_folder import RunFolder
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
 from everlong.ledger import read_lifecycle
+from everlong.observe import read_points
 
 PARTS = '''
 from dataclasses import replace
@@ -27,6 +28,10 @@ async def said(submission):
     """0.25 per turn, and 2 where the agent ran a command that the model named."""
     assert [answer for answer in submission.answers if not answer.strip()] == []
     return Verdict(reward=0.25 * len(submission.turns) + 2 * submission.answers[0].startswith("$"))
+
+
+async def undecided(submission):
+    return Verdict(reward=None)
 
 
 class Twice(BashHarness):
@@ -81,6 +86,14 @@ def test_own_harness_and_reward_make_a_runs_episodes(workplace: Path) -> None:
     assert {view.reward for view in views} == {2.75}, "a command, done, and done again"
     assert everlong(workplace, "eval", "run", "--json", "figures.json").returncode == 0
     assert json.loads((workplace / "figures.json").read_text())["reward"] == 2.75
+
+
+def test_an_evaluation_without_a_verdict_is_no_success_of_0(workplace: Path) -> None:
+    done = everlong(workplace, "train", "--model.type", "scripted", *SHORT, "--grading.type", "parts:undecided")
+    assert done.returncode == 0, done.stderr
+    rows = [point.values for point in read_points(workplace / "run/metrics.jsonl") if point.axis == "eval"]
+    assert [(row["episodes"], row["without_verdict"]) for row in rows] == [(0, 2), (0, 2)]
+    assert not any({"success", "reward"} & row.keys() for row in rows)
 
 
 def test_an_own_model_trains_and_is_exported(workplace: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from everlong.models.attention import TreeAttention
 from everlong.models.head import logits_of, processed_log_softmax, token_logprobs
 from everlong.models.llama.model import Llama
-from everlong.models.numerics import Numerics, NumericsUnavailable, attention, self_test
+from everlong.models.numerics import CausalAttention, Numerics, NumericsUnavailable, self_test
 from everlong.models.toy import build_toy
 
 PROMPT, LENGTH = 150, 200
@@ -49,7 +49,7 @@ class CachedAttend:
         self._kv[layer, 0, :, self.length : end], self._kv[layer, 1, :, self.length : end] = k, v
         positions = torch.arange(self.length, end).expand(self._batch, -1)
         keys, values = self._kv[layer]
-        out = attention(q, keys[:, :end], values[:, :end], positions, q.shape[-1] ** -0.5, self._model.numerics)
+        out = CausalAttention(positions, q.shape[-1] ** -0.5, self._model.numerics)(q, keys[:, :end], values[:, :end])
         return out.flatten(0, 1)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from everlong.cli.arguments import parse_config
 from everlong.cli.quickstart import prepare_quickstart, quickstart_config, quickstart_tasks, tasks_for
 from everlong.cli.run_folder import RunFolder
 
@@ -47,3 +48,9 @@ def test_the_quickstart_of_a_language_model_shows_few_oracles_and_evaluates_two_
     made = tasks_for(config.model)
     assert config.model.type == "smollm2" and made.num_eval >= 200
     assert config.warmup.num_tasks is not None and config.warmup.num_tasks < made.num_train
+
+
+@pytest.mark.parametrize("arguments", [[], ["--model.type", "smollm2"], ["--model.type", "toy"]], ids=" ".join)
+def test_the_command_line_without_a_file_is_the_quickstart(arguments: list[str]) -> None:
+    assert parse_config(arguments) == quickstart_config(*arguments[1:])
+    assert parse_config([*arguments, "--seed", "7"]).model == quickstart_config(*arguments[1:]).model

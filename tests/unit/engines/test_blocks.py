@@ -40,8 +40,12 @@ def test_prefixes_whose_hashes_collide_are_told_apart(monkeypatch):
             return 0
 
     pool = BlockPool(8, 2)
-    content = pool._content
-    monkeypatch.setattr(pool, "_content", lambda ids, number: Colliding(content(ids, number)))
+    key = pool.key
+
+    def colliding(link, ids, number):
+        return link, Colliding(key(link, ids, number)[1])
+
+    monkeypatch.setattr(pool, "key", colliding)
     first, second = store_prompt(pool, [1, 2]), store_prompt(pool, [3, 4])
     pool.release(first + second)
     assert pool.find(pool.root(1), [3, 4], 1)[0] == second

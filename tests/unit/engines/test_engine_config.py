@@ -38,7 +38,7 @@ def test_the_context_is_the_models_unless_it_is_set():
 
 def test_the_scripted_engine_and_every_setting_load_without_torch():
     """Takes a fresh interpreter, about half a second."""
-    code = "import sys; sys.modules['torch'] = None; import everlong.engines.scripted, everlong.engines.config, everlong.engines.torch_engine.scheduler"
+    code = "import sys; sys.modules['torch'] = None; import everlong.engines.scripted, everlong.engines.config, everlong.engines.torch_engine.scheduler, everlong.engines.vllm_engine.engine"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": ":".join(sys.path)}
     )

@@ -1,59 +1,36 @@
-"""What every engine promises, asked of each that ships."""
+"""The promises of an engine, kept by the scripted one and by the embedded one."""
 
 import asyncio
 
 import numpy as np
 import pytest
+from tests.engine_contract import *  # noqa: F403
+from tests.engine_contract import CONTEXT, SHAPE, TOKEN_BYTES, VOCAB, published
 
-from everlong.contracts.errors import EngineError, StaleWeights
-from everlong.contracts.records import FinishReason, GenerateRequest, SamplingKey, SamplingParams
 from everlong.engines.config import EmbeddedConfig
-from everlong.engines.scripted import Fault, ScriptedEngine
+from everlong.engines.scripted import CACHE_BLOCK_TOKENS, ScriptedEngine
 from everlong.engines.torch_engine.engine import TorchEngine
-from everlong.models.llama.config import LlamaConfig
 from everlong.models.llama.model import Llama
-from everlong.storage import open_store
-from everlong.weights import RawTensor, WeightPublisher, WeightReader, WeightSet
-
-VOCAB, CONTEXT = 20, 48
-TOKEN_BYTES = [chr(ord("a") + i).encode() for i in range(VOCAB)]
-SHAPE = LlamaConfig(
-    vocab_size=VOCAB,
-    padded_vocab_size=24,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    max_positions=CONTEXT,
-)
-
-
-def weight_set(version):
-    random = np.random.default_rng(version)
-    shapes = {name: tuple(weight.shape) for name, weight in Llama(SHAPE).named_weights().items()}
-    values = {name: (random.standard_normal(shape) * 0.5).astype(np.float32) for name, shape in shapes.items()}
-    return WeightSet(version, {n: RawTensor("float32", v.shape, v.view(np.uint32)) for n, v in values.items()})
+from everlong.weights import WeightReader
 
 
 @pytest.fixture(scope="module")
 def store():
-    store = open_store("memory://")
-    publisher = WeightPublisher(store, anchor_every=4)
-    published = [weight_set(version) for version in (3, 4)]
-    publisher.publish(published[0], None)
-    publisher.publish(published[1], published[0])
-    return store
+    return published("memory://")
+
+
+@pytest.fixture
+def cache_unit():
+    return CACHE_BLOCK_TOKENS
 
 
 @pytest.fixture(params=["scripted", "torch"])
-async def engine(request, store):
+async def engine(request, store, cache_unit):
     reader = WeightReader(store)
     if request.param == "scripted":
         engine = ScriptedEngine(endless, reader, token_bytes=TOKEN_BYTES, max_context=CONTEXT)
     else:
-        config = EmbeddedConfig(block_tokens=4, cache_tokens=4 * CONTEXT, prefill_chunk_tokens=8)
+        config = EmbeddedConfig(block_tokens=cache_unit, cache_tokens=2 * CONTEXT, prefill_chunk_tokens=8)
         engine = TorchEngine(Llama(SHAPE), reader, token_bytes=TOKEN_BYTES, config=config, lease=asyncio.Lock())
     yield engine
     await engine.close()
@@ -63,184 +40,3 @@ def endless(request):
     """More ids than any context holds, another sequence for every key."""
     seed = [request.key.run_seed, request.key.turn, *request.key.episode.encode()]
     return np.random.default_rng(seed).integers(0, VOCAB, 2 * CONTEXT)
-
-
-def ask(prompt=(1, 2, 3), request_id="r", turn=0, min_policy_version=0, **params):
-    return GenerateRequest(
-        request_id=request_id,
-        key=SamplingKey(run_seed=1, episode="train-000000-000", turn=turn),
-        prompt_ids=np.array(prompt, np.int32),
-        params=SamplingParams(**{"max_tokens": 6, **params}),
-        min_policy_version=min_policy_version,
-    )
-
-
-async def test_every_stream_has_the_length_of_the_ids(engine):
-    await engine.update(3)
-    reply = await engine.generate(ask(max_tokens=6, temperature=0.5))
-    columns = reply.columns
-    assert (len(columns), columns.num_sampled, len(columns.kept)) == (6, 6, 6)
-    assert reply.finish_reason is FinishReason.LENGTH
-    assert columns.versions.tolist() == [3] * 6
-    assert columns.temperatures.tolist() == [0.5] * 6
-    assert np.all(columns.logprobs <= 0)
-
-
-async def test_a_retry_gives_the_same_tokens_and_another_turn_gives_others(engine):
-    await engine.update(3)
-    first, again = await engine.generate(ask(turn=1)), await engine.generate(ask(turn=1, request_id="retry"))
-    other = await engine.generate(ask(turn=2))
-    assert first.columns == again.columns
-    assert first.columns.ids.tolist() != other.columns.ids.tolist()
-
-
-async def test_truncated_sampling_records_a_kept_set_for_every_token(engine):
-    await engine.update(3)
-    columns = (await engine.generate(ask(top_k=1))).columns
-    assert np.diff(columns.kept.offsets).tolist() == [1] * 6
-    assert columns.kept.ids.tolist() == columns.ids.tolist()
-    assert columns.logprobs.tolist() == [0.0] * 6
-
-
-async def test_a_stop_id_ends_the_turn_and_stays_in_it(engine):
-    await engine.update(3)
-    ids = (await engine.generate(ask(max_tokens=12))).columns.ids.tolist()
-    stop = ids[4]
-    reply = await engine.generate(ask(max_tokens=12, stop_ids=(stop,)))
-    assert reply.columns.ids.tolist() == ids[: ids.index(stop) + 1]
-    assert (reply.finish_reason, reply.stop_match) == (FinishReason.STOP, stop)
-
-
-async def test_a_stop_string_over_two_tokens_ends_the_turn_and_nothing_is_cut(engine):
-    await engine.update(3)
-    ids = (await engine.generate(ask(max_tokens=12))).columns.ids.tolist()
-    text = "".join(chr(ord("a") + i) for i in ids)
-    stop = text[3:5]
-    reply = await engine.generate(ask(max_tokens=12, stop_strings=(stop,)))
-    assert reply.columns.ids.tolist() == ids[: text.index(stop) + 2]
-    assert (reply.finish_reason, reply.stop_match) == (FinishReason.STOP, stop)
-
-
-async def test_an_update_is_idempotent_and_changes_the_fingerprint_of_what_samples(engine):
-    first = await engine.update(3)
-    assert (await engine.update(3)).fingerprint == first.fingerprint
-    second = await engine.update(4)
-    assert (first.policy_version, second.policy_version) == (3, 4)
-    assert first.fingerprint != second.fingerprint
-    assert (await engine.generate(ask())).columns.versions.tolist() == [4] * 6
-
-
-async def test_an_unknown_version_is_refused_and_the_old_weights_stay(engine):
-    held = await engine.update(3)
-    before = await engine.generate(ask())
-    with pytest.raises(StaleWeights, match="9"):
-        await engine.update(9)
-    status = await engine.status()
-    assert (status.policy_version, status.fingerprint) == (3, held.fingerprint)
-    assert (await engine.generate(ask())).columns == before.columns
-
-
-async def test_nothing_is_sampled_before_the_first_version(engine):
-    with pytest.raises(StaleWeights, match="no published version"):
-        await engine.generate(ask())
-
-
-async def test_a_request_that_needs_a_newer_version_is_refused_until_the_update(engine):
-    await engine.update(3)
-    with pytest.raises(StaleWeights, match="needs policy version 4, the engine is at 3"):
-        await engine.generate(ask(min_policy_version=4))
-    await engine.update(4)
-    assert len((await engine.generate(ask(min_policy_version=4))).columns) == 6
-
-
-async def test_the_prefix_cache_does_not_survive_an_update(engine):
-    prompt = tuple(range(9))
-    cached = []
-    for version in (3, 4):
-        await engine.update(version)
-        cached += [(await engine.generate(ask(prompt))).num_cached_tokens for _ in range(2)]
-    assert cached == [0, 8, 0, 8]
-
-
-async def test_the_next_turn_finds_the_whole_last_turn_in_the_cache(engine):
-    await engine.update(3)
-    prompt = list(range(9))
-    first = await engine.generate(ask(prompt, max_tokens=8))
-    history = [*prompt, *first.columns.ids.tolist()]  # 17 tokens, of which the last is not computed
-    second = await engine.generate(ask([*history, 5, 6], turn=1))
-    assert second.num_cached_tokens == 16
-
-
-@pytest.mark.parametrize(
-    ("prompt", "params", "message"),
-    [
-        pytest.param([], {}, "empty prompt", id="empty prompt"),
-        pytest.param([1, VOCAB], {}, "id 20, the vocabulary is 0 to 19", id="id beyond the vocabulary"),
-        pytest.param([-1, 1], {}, "id -1", id="negative id"),
-        pytest.param([1] * CONTEXT, {}, "prompt of 48 tokens.*context of 48", id="no room to sample"),
-        pytest.param([1], {"temperature": 0.0}, "top_k=1", id="temperature 0"),
-        pytest.param([1], {"temperature": float("nan")}, "temperature must be finite", id="temperature NaN"),
-        pytest.param([1], {"temperature": float("inf")}, "temperature must be finite", id="temperature infinite"),
-        pytest.param([1], {"top_p": 0.0}, "top_p", id="top_p 0"),
-        pytest.param([1], {"top_k": -1}, "top_k", id="negative top_k"),
-        pytest.param([1], {"max_tokens": 0}, "max_tokens", id="no tokens wanted"),
-        pytest.param([1], {"stop_ids": (VOCAB,)}, "stop_ids", id="stop id that cannot come"),
-        pytest.param([1], {"stop_strings": ("",)}, "empty string", id="empty stop string"),
-    ],
-)
-async def test_a_request_that_can_never_run_is_refused(engine, prompt, params, message):
-    await engine.update(3)
-    with pytest.raises(ValueError, match=message):
-        await engine.generate(ask(prompt, **params))
-
-
-async def test_max_tokens_shrinks_to_what_the_context_leaves(engine):
-    await engine.update(3)
-    reply = await engine.generate(ask([1] * (CONTEXT - 1), max_tokens=100))
-    assert (len(reply.columns), reply.finish_reason) == (1, FinishReason.LENGTH)
-
-
-async def hold(engine):
-    """A request that is certainly still running, as a task."""
-    if isinstance(engine, ScriptedEngine):
-        engine.inject(Fault.STALL)
-    task = asyncio.create_task(engine.generate(ask(max_tokens=40, request_id="held")))
-    for _ in range(10_000):
-        await asyncio.sleep(0)
-        if (await engine.status()).num_running:
-            return task
-    raise AssertionError("the request never ran")
-
-
-async def test_an_aborted_request_answers_with_what_it_sampled(engine):
-    await engine.update(3)
-    task = await hold(engine)
-    await engine.abort(("held", "unknown"))
-    reply = await task
-    assert reply.finish_reason is FinishReason.ABORT
-    assert len(reply.columns) < 40
-    assert (await engine.status()).num_running == 0
-    whole = await engine.generate(ask(max_tokens=40))
-    assert reply.columns.ids.tolist() == whole.columns.ids.tolist()[: len(reply.columns)]
-
-
-async def test_a_cancelled_caller_leaves_nothing_running(engine):
-    await engine.update(3)
-    task = await hold(engine)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert len((await engine.generate(ask())).columns) == 6
-    assert (await engine.status()).num_running == 0
-
-
-async def test_closing_answers_who_waits_and_refuses_who_comes(engine):
-    await engine.update(3)
-    task = await hold(engine)
-    await engine.close()
-    with pytest.raises(EngineError, match="closed"):
-        await task
-    with pytest.raises(EngineError, match="closed"):
-        await engine.generate(ask())
-    with pytest.raises(EngineError, match="closed"):
-        await engine.update(4)

@@ -107,3 +107,30 @@ def test_work_samples_exactly_when_it_reaches_the_last_known_token():
     _, scheduler = scheduler_of(20)
     sequence = scheduler.add([1, 2, 3])
     assert [Work(sequence, 0, count).samples for count in (2, 3)] == [False, True]
+
+
+def test_a_prompt_that_several_requests_share_is_computed_once():
+    _, scheduler = scheduler_of(20, chunk_tokens=16)
+    for _ in range(3):
+        scheduler.add([1, 2, 3, 4, 5])
+    assert shape(step(scheduler)) == [(1, 0, 5)]
+    assert shape(step(scheduler)) == [(1, 5, 1), (2, 4, 1), (3, 4, 1)]
+
+
+def test_who_waits_for_a_shared_beginning_goes_on_where_it_ends():
+    """The first is computed in two chunks; the second needs one block of the second chunk and then its own tokens."""
+    _, scheduler = scheduler_of(20, chunk_tokens=4)
+    scheduler.add([1, 2, 3, 4, 5, 6, 7])
+    scheduler.add([1, 2, 3, 4, 5, 6, 9, 9])
+    assert shape(step(scheduler)) == [(1, 0, 4)]
+    assert shape(step(scheduler)) == [(1, 4, 3)]
+    assert shape(step(scheduler)) == [(1, 7, 1), (2, 6, 2)]
+
+
+def test_a_prompt_put_back_lets_the_one_that_waits_for_it_go_on():
+    _, scheduler = scheduler_of(20, chunk_tokens=2)
+    first = scheduler.add([1, 2, 3, 4, 5])
+    scheduler.add([1, 2, 3, 4, 6])
+    step(scheduler)
+    scheduler.remove(first)
+    assert shape(step(scheduler)) == [(2, 2, 2)]

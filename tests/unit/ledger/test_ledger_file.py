@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 
 import apsw
+import numpy as np
 import pytest
 
-from everlong.contracts.errors import LedgerError
+from everlong.contracts.errors import LedgerError, Reason
 from everlong.contracts.records import Purpose
 from everlong.ledger import (
     EpisodeEnded,
+    EpisodeFinished,
     EpisodeStarted,
     EpisodeState,
     GroupOpened,
@@ -255,3 +257,23 @@ def test_missing_ledger_says_where_it_was_looked_for(path: Path) -> None:
     with pytest.raises(LedgerError, match=f"there is no ledger at {path}"):
         check_ledger(path)
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "reward", [True, "1.0", np.float32(1.0)], ids=["a truth value", "a text", "a number of another library"]
+)
+def test_facts_that_could_not_be_read_back_are_refused_all_together(reward: object, path: Path) -> None:
+    ledger = Ledger.open(path)
+    wrong = EpisodeFinished(
+        episode="train-000000-000",
+        incarnation=0,
+        reason=Reason.DONE,
+        reward=reward,  # ty: ignore[invalid-argument-type]
+        num_sampled=0,
+        payload_key="k",
+        payload_hash="h",
+    )
+    with pytest.raises(LedgerError, match="whose fields have their types"):
+        ledger.stage(group(0), wrong)
+    assert ledger.take_staged() == [] and not ledger.lifecycle.groups
+    ledger.close()

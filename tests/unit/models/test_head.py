@@ -178,14 +178,16 @@ def test_entropy_is_of_the_untruncated_distribution_and_carries_no_gradient():
     assert entropy.item() == pytest.approx(1.0397208, abs=1e-6)  # 1.5 ln 2
 
 
-def _case(num_tokens: int) -> tuple[LlamaConfig, Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+def _case(
+    num_tokens: int, whole_every: int = 3
+) -> tuple[LlamaConfig, Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(num_tokens)
     config = config_of(37, padded=40, width=16)
     hidden = torch.randn(num_tokens, 16, generator=generator)
     weight = torch.randn(40, 16, generator=generator) / 2
     labels = torch.randint(0, 37, (num_tokens,), generator=generator)
     temperature = torch.rand(num_tokens, generator=generator) + 0.5
-    rows = [sorted({int(label), 3, 20, 36}) if t % 3 else [] for t, label in enumerate(labels)]
+    rows = [sorted({int(label), 3, 20, 36}) if (t + 1) % whole_every else [] for t, label in enumerate(labels)]
     offsets = torch.tensor([0, *np.cumsum([len(row) for row in rows])])
     kept = torch.tensor([i for row in rows for i in row], dtype=torch.int32), offsets
     return config, hidden, weight, labels, temperature, kept
@@ -209,8 +211,11 @@ def _reference(case: tuple, coefficients: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 @pytest.mark.parametrize("numerics", Numerics)
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 16, 50, 512])
-def test_chunked_logprobs_and_gradients_equal_one_piece_in_float64(chunk_tokens: int, numerics: Numerics):
-    case = _case(50)
+@pytest.mark.parametrize("whole_every", [3, 51], ids=["some rows keep all", "every row has a set"])
+def test_chunked_logprobs_and_gradients_equal_one_piece_in_float64(
+    whole_every: int, chunk_tokens: int, numerics: Numerics
+):
+    case = _case(50, whole_every)
     config, hidden, weight, labels, temperature, kept = case
     coefficients = torch.linspace(-1, 1, 50)
     expected, hidden_grad, weight_grad = _reference(case, coefficients)
@@ -222,6 +227,17 @@ def test_chunked_logprobs_and_gradients_equal_one_piece_in_float64(chunk_tokens:
     assert torch.allclose(hidden.grad.double(), hidden_grad, rtol=1e-5, atol=2e-6)
     assert torch.allclose(weight.grad.double(), weight_grad, rtol=1e-5, atol=5e-6)
     assert weight.grad[config.vocab_size :].eq(0).all()
+
+
+def test_ids_that_no_row_keeps_get_no_gradient():
+    config, hidden, weight, _, temperature, _ = _case(4)
+    weight.requires_grad_()
+    kept = torch.tensor([5, 9, 5, 20, 9, 20, 5], dtype=torch.int32), torch.tensor([0, 2, 4, 6, 7])
+    labels = torch.tensor([9, 5, 20, 5])
+    logprobs, _ = token_logprobs(hidden, weight, config, labels, temperature, kept, Numerics.FAST)
+    logprobs.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.abs().sum(-1).nonzero()[:, 0].tolist() == [5, 9, 20]
 
 
 def test_no_tokens_give_no_logprobs():

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from everlong.models import numerics as numerics_module
 from everlong.models.numerics import (
+    CausalAttention,
     Numerics,
     NumericsUnavailable,
-    attention,
+    causal_mask,
     linear,
     plain_attention,
     self_test,
@@ -82,12 +83,12 @@ def test_an_elementwise_function_does_not_feel_the_arrays_size(size: int):
 
 
 @pytest.mark.parametrize(("heads", "groups", "width"), [(4, 2, 32), (3, 3, 16), (8, 1, 64)])
-@pytest.mark.parametrize("kernel", [tiled_attention, plain_attention])
-def test_attention_and_its_gradient_equal_float64(kernel, heads: int, groups: int, width: int):
+@pytest.mark.parametrize("numerics", Numerics)
+def test_attention_and_its_gradient_equal_float64(numerics: Numerics, heads: int, groups: int, width: int):
     q, k, v = (t.requires_grad_() for t in random_qkv(2, 21, 150, heads, groups, width))
     positions = torch.stack([torch.arange(129, 150), torch.arange(0, 21)])
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    out = kernel(q, k, v, positions, width**-0.5)
+    out = CausalAttention(positions, width**-0.5, numerics)(q, k, v)
     expected = reference_attention(*exact, positions, width**-0.5)
     assert torch.allclose(out.double(), expected, atol=2e-6)
     direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
@@ -136,11 +137,13 @@ def test_keys_behind_the_query_change_no_bit_and_get_no_gradient():
     assert other_k.grad[:, 70:].eq(0).all()
 
 
-def test_fast_numerics_take_torchs_kernel():
+def test_aligned_numerics_take_the_tiles_and_fast_ones_torchs_kernel():
     q, k, v = random_qkv(1, 20, 20)
     positions = torch.arange(20)[None]
-    assert torch.equal(attention(q, k, v, positions, 0.2, Numerics.FAST), plain_attention(q, k, v, positions, 0.2))
-    assert torch.equal(attention(q, k, v, positions, 0.2, Numerics.ALIGNED), tiled_attention(q, k, v, positions, 0.2))
+    plain = plain_attention(q, k, v, causal_mask(positions, 20, q.shape[2] // k.shape[2], q.dtype), 0.2)
+    assert torch.equal(CausalAttention(positions, 0.2, Numerics.FAST)(q, k, v), plain)
+    tiled = tiled_attention(q, k, v, positions, 0.2)
+    assert torch.equal(CausalAttention(positions, 0.2, Numerics.ALIGNED)(q, k, v), tiled)
 
 
 @pytest.mark.parametrize("beyond", [1, 300], ids=["any batch", "only batches over 300 rows"])

@@ -139,6 +139,35 @@ class Raises:
         raise self.error
 
 
+class InGroup(BashHarness):
+    """Its calls run in a task group, which wraps what they raise."""
+
+    async def run(self, task, session, sandbox) -> Reason:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(super().run(task, session, sandbox))
+        return Reason.DONE
+
+
+class Cancels:
+    """Waits for a task of its own that was cancelled."""
+
+    async def run(self, task, session, sandbox) -> Reason:
+        await session.chat([Message(role="user", content="u")])
+        own = asyncio.ensure_future(asyncio.sleep(3600))
+        own.cancel()
+        await own
+        return Reason.DONE
+
+
+class Returns:
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    async def run(self, task, session, sandbox) -> Reason:
+        await session.chat([Message(role="user", content="u")])
+        return self.value  # ty: ignore[invalid-return-type]
+
+
 class Silent:
     async def run(self, task, session, sandbox) -> Reason:
         return Reason.DONE
@@ -158,6 +187,20 @@ ENDINGS: dict[str, tuple[dict, Reason, float | None]] = {
     "lying engine": ({"faults": (Fault.LIE,)}, Reason.ENGINE_FAILURE, None),
     "broken harness": ({"harness": Raises(KeyError("bug"))}, Reason.HARNESS_CRASH, None),
     "a harness's own timeout": ({"harness": Raises(TimeoutError("a socket's"))}, Reason.HARNESS_CRASH, None),
+    "a harness's own cancelled task": ({"harness": Cancels()}, Reason.HARNESS_CRASH, None),
+    "a harness without a return": ({"harness": Returns(None)}, Reason.HARNESS_CRASH, None),
+    "a harness that returns a word": ({"harness": Returns("done")}, Reason.HARNESS_CRASH, None),
+    "half a character in a traceback": ({"harness": Raises(KeyError("\ud800"))}, Reason.HARNESS_CRASH, None),
+    "out of turns in a task group": (
+        {"harness": InGroup(HarnessConfig()), "answers": ("$ echo hi",), "max_turns": 2},
+        Reason.TURN_LIMIT,
+        1.0,
+    ),
+    "dead sandbox in a task group": (
+        {"harness": InGroup(HarnessConfig()), "respond": dying},
+        Reason.SANDBOX_CRASH,
+        None,
+    ),
     "nothing said": ({"harness": Silent()}, Reason.NOTHING_SAMPLED, None),
     "task longer than the context": ({"max_context": 20}, Reason.NOTHING_SAMPLED, None),
     "no verdict": ({"verdict": None}, Reason.VERIFIER_CRASH, None),

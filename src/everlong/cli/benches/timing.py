@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 
 def interleaved(ours: Callable[[], object], reference: Callable[[], object], repeats: int = 5) -> tuple[float, float]:
@@ -18,3 +19,20 @@ def interleaved(ours: Callable[[], object], reference: Callable[[], object], rep
             side()
             kept.append(time.perf_counter() - started)
     return statistics.median(seconds[0]), statistics.median(seconds[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What a piece of work took."""
+
+    seconds: float
+    cpu_seconds: float
+    """Of all threads of the process: what others do on the machine hardly enters it."""
+
+
+class Stopwatch:
+    def __init__(self) -> None:
+        self._began, self._cpu_began = time.perf_counter(), time.process_time()
+
+    def read(self) -> Spent:
+        return Spent(time.perf_counter() - self._began, time.process_time() - self._cpu_began)

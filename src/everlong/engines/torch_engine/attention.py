@@ -15,7 +15,7 @@ from torch import Tensor
 
 from everlong.engines.torch_engine.cache import KeyValueCache
 from everlong.engines.torch_engine.scheduler import Work
-from everlong.models.numerics import Numerics, attention
+from everlong.models.numerics import CausalAttention, Numerics
 
 # T tokens of the step, B sequences of a call, Q queries of the longest, N blocks of the longest
 
@@ -27,8 +27,10 @@ class _Call:
     queries_BQ: Tensor
     """Indices into the step's tokens; behind a sequence's last query that one is repeated."""
     real_BQ: Tensor
-    positions_BQ: Tensor
     blocks_BN: Tensor
+    attention: CausalAttention
+    is_whole_step: bool
+    """The step's tokens are these queries, one after another."""
 
 
 class PagedAttend:
@@ -37,22 +39,29 @@ class PagedAttend:
     def __init__(
         self, cache: KeyValueCache, works: Ordered[Work], block_tokens: int, scale: float, numerics: Numerics
     ) -> None:
-        self._cache, self._scale, self._numerics = cache, scale, numerics
+        self._cache = cache
         counts = np.array([work.count for work in works])
         starts = np.array([work.start for work in works])
         firsts = np.cumsum(counts) - counts
         self._slots = torch.from_numpy(_slots(works, block_tokens))
-        self._calls = [
-            _call([works[i] for i in members], firsts[members], starts[members], counts[members], block_tokens)
-            for members in _similar(starts + counts, counts)
-        ]
+        self._calls = []
+        for members in _similar(starts + counts, counts):
+            queries, real, positions, blocks = _call(
+                [works[i] for i in members], firsts[members], starts[members], counts[members], block_tokens
+            )
+            is_whole_step = len(members) == len(works) and bool(real.all())
+            attention = CausalAttention(positions, scale, numerics)
+            self._calls.append(_Call(queries, real, blocks, attention, is_whole_step))
 
     def __call__(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
         self._cache.write(layer, self._slots, k_TGD, v_TGD)
+        if len(self._calls) == 1 and self._calls[0].is_whole_step:
+            call = self._calls[0]
+            q_BQHD = q_THD.view(*call.queries_BQ.shape, *q_THD.shape[1:])
+            return call.attention(q_BQHD, *self._cache.read(layer, call.blocks_BN)).flatten(0, 1).to(q_THD.dtype)
         out = torch.empty_like(q_THD)
         for call in self._calls:
-            keys, values = self._cache.read(layer, call.blocks_BN)
-            mixed = attention(q_THD[call.queries_BQ], keys, values, call.positions_BQ, self._scale, self._numerics)
+            mixed = call.attention(q_THD[call.queries_BQ], *self._cache.read(layer, call.blocks_BN))
             out[call.queries_BQ[call.real_BQ]] = mixed[call.real_BQ].to(out.dtype)
         return out
 
@@ -76,7 +85,10 @@ def _similar(lengths: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
     return [np.array(members) for members in groups.values()]
 
 
-def _call(works: Ordered[Work], firsts: np.ndarray, starts: np.ndarray, counts: np.ndarray, block_tokens: int) -> _Call:
+def _call(
+    works: Ordered[Work], firsts: np.ndarray, starts: np.ndarray, counts: np.ndarray, block_tokens: int
+) -> list[Tensor]:
+    """Queries, which of them are real, their positions, and blocks."""
     places = np.arange(counts.max())[None]
     real = places < counts[:, None]
     places = np.minimum(places, counts[:, None] - 1)
@@ -84,5 +96,4 @@ def _call(works: Ordered[Work], firsts: np.ndarray, starts: np.ndarray, counts: 
     blocks = np.zeros((len(works), num_blocks.max()), np.int64)
     for row, work, count in zip(blocks, works, num_blocks.tolist(), strict=True):
         row[:count] = work.sequence.blocks[:count]
-    tensors = (firsts[:, None] + places, real, starts[:, None] + places, blocks)
-    return _Call(*(torch.from_numpy(tensor) for tensor in tensors))
+    return [torch.from_numpy(t) for t in (firsts[:, None] + places, real, starts[:, None] + places, blocks)]

@@ -46,7 +46,7 @@ class BlockPool:
         """Take the indexed blocks that hold a prefix of `ids`, and the link behind them."""
         blocks: list[int] = []
         while len(blocks) < max_blocks:
-            found = self._index.get((link, self._content(ids, len(blocks))))
+            found = self._index.get(self.key(link, ids, len(blocks)))
             if found is None:
                 break
             block, link = found
@@ -74,7 +74,7 @@ class BlockPool:
 
         Where another block holds the same already, that one stays the findable one.
         """
-        key = (link, self._content(ids, number))
+        key = self.key(link, ids, number)
         found = self._index.get(key)
         if found is not None:
             return found[1]
@@ -94,8 +94,9 @@ class BlockPool:
             else:
                 self._free.append(block)
 
-    def _content(self, ids: Sequence[int], number: int) -> bytes:
-        return np.array(ids[number * self.block_tokens : (number + 1) * self.block_tokens], np.int32).tobytes()
+    def key(self, link: int, ids: Sequence[int], number: int) -> Key:
+        """What block `number` of `ids` is found by, where it stands behind `link`."""
+        return link, np.array(ids[number * self.block_tokens : (number + 1) * self.block_tokens], np.int32).tobytes()
 
     def _next_link(self) -> int:
         self._last_link += 1

@@ -23,7 +23,7 @@ from everlong.engines.randomness import uniforms
 from everlong.engines.requests import check_request, check_version
 from everlong.engines.torch_engine.answers import Answer
 from everlong.engines.torch_engine.blocks import BlockPool
-from everlong.engines.torch_engine.loading import fingerprint_of_model, load_weight_set
+from everlong.engines.torch_engine.loading import fingerprint_of_model
 from everlong.engines.torch_engine.meters import Meters
 from everlong.engines.torch_engine.runner import StepResult, StepRunner
 from everlong.engines.torch_engine.sampler import Draws
@@ -182,7 +182,7 @@ class TorchEngine:
         weights = await asyncio.to_thread(self._reader.read, policy_version, self._weights)
         async with self._lease:
             try:
-                await self._compute(load_weight_set, self._model, weights)
+                await self._compute(self._runner.load, weights)
             except ValueError as error:
                 raise EngineError(f"version {policy_version} does not fit the engine's model: {error}") from error
             self._fingerprint = await self._compute(fingerprint_of_model, self._model)

@@ -11,11 +11,14 @@ import torch
 
 from everlong.engines.torch_engine.attention import PagedAttend
 from everlong.engines.torch_engine.cache import KeyValueCache
+from everlong.engines.torch_engine.loading import load_weight_set
 from everlong.engines.torch_engine.sampler import Drawn, Draws, draw
 from everlong.engines.torch_engine.scheduler import Work
-from everlong.models.head import logits_of
+from everlong.models.head import hide_padding
 from everlong.models.llama.model import Llama
+from everlong.models.llama.packed import PackedLlama
 from everlong.models.numerics import Numerics
+from everlong.weights import WeightSet
 
 # T tokens of the step, N of them sample
 
@@ -32,21 +35,29 @@ class StepRunner:
     def __init__(self, model: Llama, num_blocks: int, block_tokens: int) -> None:
         self._model, self._block_tokens = model, block_tokens
         dtype = torch.float32 if model.numerics is Numerics.ALIGNED else model.dtype
+        # aligned bits are those of the model's own products
+        self._packed = None if model.numerics is Numerics.ALIGNED else PackedLlama(model)
         self._cache = KeyValueCache(model.config, num_blocks, block_tokens, dtype)
+
+    def load(self, weights: WeightSet) -> None:
+        """Raises ValueError, before anything is changed, where they do not fit."""
+        load_weight_set(self._model, weights)
+        if self._packed is not None:
+            self._packed.pack()
 
     @torch.inference_mode()
     def run(self, works: Ordered[Work], draws: Draws) -> StepResult:
         began = time.perf_counter()
-        model, config = self._model, self._model.config
+        network, config = self._packed or self._model, self._model.config
         ids = np.concatenate([work.sequence.ids[work.start : work.start + work.count] for work in works])
         positions = np.concatenate([np.arange(work.start, work.start + work.count) for work in works])
-        attend = PagedAttend(self._cache, works, self._block_tokens, config.head_dim**-0.5, model.numerics)
-        hidden = model(torch.from_numpy(ids), torch.from_numpy(positions), attend)
+        attend = PagedAttend(self._cache, works, self._block_tokens, config.head_dim**-0.5, self._model.numerics)
+        hidden = network(torch.from_numpy(ids), torch.from_numpy(positions), attend)
         forward = time.perf_counter()
         ends = np.cumsum([work.count for work in works]) - 1
         rows = ends[[work.samples for work in works]]
         drawn = None
         if rows.size:
-            logits = logits_of(hidden[torch.from_numpy(rows)], model.head_weight, config, model.numerics)
-            drawn = draw(logits, draws, config.vocab_size)
+            logits = network.logits(hidden[torch.from_numpy(rows)])
+            drawn = draw(hide_padding(logits, config), draws, config.vocab_size)
         return StepResult(drawn, forward - began, time.perf_counter() - forward)

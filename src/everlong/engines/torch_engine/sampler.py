@@ -15,7 +15,9 @@ from everlong.contracts.tokens import KeptSets
 from everlong.models.head import processed_log_softmax, truncate
 from everlong.models.numerics import steady
 
-# N sampled tokens (one per sequence), V padded vocabulary
+# N sampled tokens (one per sequence), V padded vocabulary, K ids that the row with the most keeps
+
+NO_ID = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,16 +45,27 @@ def draw(logits_NV: Tensor, draws: Draws, vocab_size: int) -> Drawn:
     temperature = torch.from_numpy(draws.temperatures_N.astype(np.float32))
     keep = _keep(logits_NV, temperature, draws)
     logprobs = processed_log_softmax(logits_NV, temperature, keep)
-    mass = steady(torch.exp, logprobs).double().cumsum(-1)
-    target = torch.from_numpy(draws.uniforms_N)[:, None] * mass[:, -1:]
-    # the first id whose mass exceeds the target: its own probability is above 0, so it is kept and no padding
-    ids = torch.searchsorted(mass, target, right=True).clamp_(max=vocab_size - 1)
+    uniforms = torch.from_numpy(draws.uniforms_N)
+    if keep is None:
+        ids, kept = _invert(logprobs, uniforms), KeptSets.empty(len(logprobs))
+    else:
+        ids_NK, kept = _kept_ids(keep, vocab_size)
+        masses_NK = logprobs.gather(-1, ids_NK.clamp(min=0)).masked_fill(ids_NK == NO_ID, -torch.inf)
+        ids = ids_NK.gather(-1, _invert(masses_NK, uniforms)).clamp_(min=0)
     chosen = logprobs.gather(-1, ids)[:, 0]
     if not torch.isfinite(chosen).all():
         raise FloatingPointError(
             "the model's logits are not finite: its weights or its cache hold a NaN or an infinity"
         )
-    return Drawn(ids[:, 0].numpy().astype(np.int32), chosen.numpy(), _kept_sets(keep, len(ids), vocab_size))
+    return Drawn(ids[:, 0].numpy().astype(np.int32), chosen.numpy(), kept)
+
+
+def _invert(logprobs_NK: Tensor, uniforms_N: Tensor) -> Tensor:
+    """int64 [N, 1]: the first place whose cumulative mass exceeds the row's share of the whole."""
+    mass = steady(torch.exp, logprobs_NK).double().cumsum(-1)
+    target = uniforms_N[:, None] * mass[:, -1:]
+    # its own probability is above 0, so the place is of a token that is kept and no padding
+    return torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[-1] - 1)
 
 
 def _keep(logits_NV: Tensor, temperature_N: Tensor, draws: Draws) -> Tensor | None:
@@ -66,11 +79,14 @@ def _keep(logits_NV: Tensor, temperature_N: Tensor, draws: Draws) -> Tensor | No
     return keep
 
 
-def _kept_sets(keep_NV: Tensor | None, num_rows: int, vocab_size: int) -> KeptSets:
-    if keep_NV is None:
-        return KeptSets.empty(num_rows)
+def _kept_ids(keep_NV: Tensor, vocab_size: int) -> tuple[Tensor, KeptSets]:
+    """int64 [N, K]: the ids of every row, ascending, and NO_ID behind them; and the same as recorded."""
     keep = keep_NV.numpy()[:, :vocab_size]
-    keep = keep & (keep.sum(1) < vocab_size)[:, None]
-    offsets = np.zeros(num_rows + 1, np.int64)
-    np.cumsum(keep.sum(1), out=offsets[1:])
-    return KeptSets(ids=np.nonzero(keep)[1].astype(np.int32), offsets=offsets)
+    row, column = np.nonzero(keep)
+    sizes = keep.sum(1)
+    ends = sizes.cumsum()
+    ids = np.full((len(keep), sizes.max(initial=1)), NO_ID, np.int64)
+    ids[row, np.arange(len(row)) - np.repeat(ends - sizes, sizes)] = column
+    cut = sizes < vocab_size
+    offsets = np.concatenate([np.zeros(1, np.int64), np.where(cut, sizes, 0).cumsum()])
+    return torch.from_numpy(ids), KeptSets(ids=column[np.repeat(cut, sizes)].astype(np.int32), offsets=offsets)

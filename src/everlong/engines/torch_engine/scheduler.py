@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
-from everlong.engines.torch_engine.blocks import BlockPool
+from everlong.engines.torch_engine.blocks import BlockPool, Key
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +145,10 @@ class Scheduler:
         insort(self.waiting, sequence, key=lambda waiting: waiting.number)
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Take blocks for all its tokens, leaving one for each that runs already, so that it is not put back at once."""
+        """Take blocks for all its tokens, leaving one for each that runs already, so that it is not put back at once.
+
+        Not while a running sequence computes the block that this one needs next: a group's prompt is computed once.
+        """
         if len(self.running) >= self._max_running:
             return False
         blocks, link = [], None
@@ -153,6 +156,9 @@ class Scheduler:
             # the last token is always computed, since it gives the logits
             findable = (len(sequence.ids) - 1) // self._pool.block_tokens
             blocks, link = self._pool.find(self._pool.root(self._version), sequence.ids, findable)
+            if len(blocks) < findable and self._under_way(self._pool.key(link, sequence.ids, len(blocks))):
+                self._pool.release(blocks)
+                return False
         missing = self._pool.blocks_for(len(sequence.ids)) - len(blocks)
         if missing + len(self.running) > self._pool.num_available:
             self._pool.release(blocks)
@@ -163,3 +169,12 @@ class Scheduler:
             sequence.num_cached = sequence.num_computed
         self.running.append(self.waiting.pop(0))
         return True
+
+    def _under_way(self, key: Key) -> bool:
+        """A running sequence will have this block computed, and findable, in a later step."""
+        size = self._pool.block_tokens
+        return any(
+            key == self._pool.key(sequence.link, sequence.ids, sequence.num_indexed)
+            for sequence in self.running
+            if sequence.link is not None and (sequence.num_indexed + 1) * size <= len(sequence.ids)
+        )

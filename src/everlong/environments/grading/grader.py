@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable
+from numbers import Real
 from typing import Protocol
+
+from msgspec import structs
 
 from everlong.contracts.errors import Reason
 from everlong.contracts.import_path import load_named
 from everlong.contracts.ports import Sandbox
-from everlong.contracts.records import Record, Turn, Verdict
+from everlong.contracts.records import MAX_REWARD, Record, Turn, Verdict, decode_record, encode_record
 from everlong.environments.grading.config import GradingConfig
 from everlong.environments.grading.verifier import MARGIN_S, grade
 from everlong.environments.tasks.harbor import HarborTask
@@ -58,10 +60,27 @@ def open_grader(config: GradingConfig) -> Grader:
             if not limit.expired():
                 raise
             return Verdict(reward=None, reason=Reason.VERIFIER_TIMEOUT, output=f"{config.type} took too long")
-        if not isinstance(verdict, Verdict):
-            raise TypeError(f"{config.type} must return a Verdict such as Verdict(reward=0.5), got {verdict!r}")
-        if verdict.reward is not None and not math.isfinite(verdict.reward):
-            raise ValueError(f"{config.type} must give a finite reward, or None for no verdict, got {verdict.reward}")
-        return verdict
+        return _checked(verdict, config.type)
 
     return bounded
+
+
+def _checked(verdict: object, name: str) -> Verdict:
+    """The verdict as it can be stored and read back. Raises TypeError, ValueError for any other."""
+    if not isinstance(verdict, Verdict):
+        raise TypeError(f"{name} must return a Verdict such as Verdict(reward=0.5), got {verdict!r}")
+    reward = verdict.reward
+    if reward is not None:
+        if isinstance(reward, bool) or not isinstance(reward, Real):
+            raise TypeError(f"{name} must give a number as reward, or None for no verdict, got {reward!r}")
+        reward = float(reward)
+        if not abs(reward) <= MAX_REWARD:
+            raise ValueError(
+                f"{name} must give a finite reward of at most {MAX_REWARD:.3g}, or None for no verdict, got {reward}"
+            )
+    try:
+        return decode_record(encode_record(structs.replace(verdict, reward=reward)), Verdict)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} must return a Verdict whose fields have their types, got {verdict!r}: {error}"
+        ) from error

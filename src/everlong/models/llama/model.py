@@ -54,6 +54,11 @@ class Llama(nn.Module):
         return self._weights[0].dtype
 
     @property
+    def rotation(self) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every position and pair, float32 [max_positions, D / 2]."""
+        return self._cos, self._sin
+
+    @property
     def head_weight(self) -> Tensor:
         """[padded_vocab_size, M]"""
         return self._weights[0 if self.config.tie_embeddings else -1]
@@ -81,6 +86,10 @@ class Llama(nn.Module):
         for layer in range(self.config.num_layers):
             hidden = self._block(layer, hidden, rotation, attend, [next(weights) for _ in range(9)])
         return self._norm(hidden, next(weights))
+
+    def logits(self, hidden_TM: Tensor) -> Tensor:
+        """float32 [T, padded_vocab_size]; rows that no token has are not hidden."""
+        return linear(hidden_TM, self.head_weight, self.numerics).float()
 
     def _block(
         self, layer: int, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend, weights: list[Tensor]

@@ -58,7 +58,7 @@ async def main():
     copy = await sandbox.fork(SandboxSpec(name="b"))
     print(capabilities.isolation, len(said), first.exit_code, first.output, await copy.read("f"))
     if capabilities.isolation == "namespaces":
-        hog = await run("for i in $(seq 400); do sleep 1 & done 2>&1 | head -1; true")
+        hog = await run("for i in $(seq 400); do sleep 15 & done 2>&1 | head -1; true")
         print(b"fork: " in hog.output)
     await run("mkdir locked; echo > locked/f; chmod 0 locked")
     await backend.close()

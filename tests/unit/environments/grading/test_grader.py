@@ -5,6 +5,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -12,7 +13,7 @@ from everlong.contracts.errors import Reason
 from everlong.contracts.records import Verdict
 from everlong.environments.grading import grader
 from everlong.environments.grading.config import GradingConfig
-from everlong.environments.grading.grader import Submission, open_grader, verifier
+from everlong.environments.grading.grader import Grader, Submission, open_grader, verifier
 from everlong.environments.sandboxes.scripted import ScriptedBackend
 from everlong.environments.tasks.harbor import read_task
 from everlong.environments.tasks.opening import open_task
@@ -40,11 +41,34 @@ async def out_of_time_itself(submission: Submission) -> Verdict:
     raise TimeoutError("a judge did not answer")
 
 
+def gives(**fields: object) -> Grader:
+    async def own(submission: Submission) -> Verdict:
+        return Verdict(**{"reward": 1.0, **fields})  # ty: ignore[invalid-argument-type]
+
+    return own
+
+
+WRONG = {
+    "a_bool": {"reward": True},
+    "a_text": {"reward": "1"},
+    "not_a_number": {"reward": float("nan")},
+    "huge": {"reward": 1e300},
+    "a_flag_of_letters": {"flags": "cheat"},
+    "a_flag_that_is_none": {"flags": ("a", 3)},
+    "a_reason_of_its_own": {"reason": "timeout"},
+    "no_output": {"output": None},
+    "half_a_character": {"output": "\ud800"},
+}
+
+
 @pytest.fixture(autouse=True)
 def own_graders(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("own_graders")
     module.__dict__.update(
         by_length=by_length, a_number=a_number, infinite=infinite, endless=endless, late=out_of_time_itself, word="no"
+    )
+    module.__dict__.update(
+        {name: gives(**fields) for name, fields in WRONG.items()}, numpys=gives(reward=np.float32(0.5))
     )
     monkeypatch.setitem(sys.modules, "own_graders", module)
 
@@ -75,6 +99,17 @@ async def test_an_own_grader_sees_what_the_model_said(submission: Submission):
 async def test_what_is_no_verdict_is_an_error_of_the_grader(name: str, message: str, submission: Submission):
     with pytest.raises((TypeError, ValueError), match=f"own_graders:{name} {message}"):
         await open_grader(GradingConfig(type=f"own_graders:{name}"))(submission)
+
+
+@pytest.mark.parametrize("name", WRONG)
+async def test_a_verdict_that_could_not_be_stored_is_an_error_of_the_grader(name: str, submission: Submission):
+    with pytest.raises((TypeError, ValueError), match=f"own_graders:{name} must"):
+        await open_grader(GradingConfig(type=f"own_graders:{name}"))(submission)
+
+
+async def test_a_numpy_number_is_a_reward(submission: Submission):
+    verdict = await open_grader(GradingConfig(type="own_graders:numpys"))(submission)
+    assert verdict == Verdict(reward=0.5) and type(verdict.reward) is float
 
 
 async def test_a_grader_that_does_not_end_gives_no_verdict(submission: Submission, monkeypatch: pytest.MonkeyPatch):

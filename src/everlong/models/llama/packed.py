@@ -1,0 +1,106 @@
+"""The llama for sampling: weights laid out for products of few rows, and few operations per layer.
+
+A decoding step multiplies a handful of rows by every weight, so the time goes into reading weights and into starting
+operations. Weights that meet the same rows are one product, and oneDNN keeps each in the order in which it reads it; that
+copy costs as much memory as the model. Numbers are rounded where `Llama` rounds them, so the two differ by the order of the
+sums alone. For fast numerics: aligned ones need `Llama`'s own products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from everlong.models.llama.model import Attend, Llama
+
+# T tokens, M model width, H query heads, G key-value heads, D head width, V padded vocabulary
+
+Product = Callable[[Tensor], Tensor]
+"""Rows in the weights' dtype times one weight transposed."""
+
+PACKED_ROWS = 16
+"""Rows that oneDNN lays a weight out for. On the CPUs tried the layout is the same for 16 and for 512."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    norm_in: Tensor
+    qkv: Product
+    out: Product
+    norm_mlp: Tensor
+    gate_up: Product
+    down: Product
+
+
+class PackedLlama:
+    """Computes what `Llama` computes, without gradients. `pack` must be called whenever the model's weights have changed."""
+
+    def __init__(self, model: Llama) -> None:
+        self._model, self._config, self.dtype = model, model.config, model.dtype
+        cos, sin = model.rotation
+        self._cos, self._sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        self._layers: list[_Layer] = []
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        weights = iter(self._model.named_weights().values())
+        self._embedding = next(weights)
+        self._layers = [self._layer([next(weights) for _ in range(9)]) for _ in range(self._config.num_layers)]
+        self._norm_out = next(weights).float()
+        self._head = _product(self._model.head_weight)
+
+    def __call__(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Hidden state [T, M] in float32 after the final norm."""
+        hidden = F.embedding(ids_T, self._embedding).float()
+        cos, sin = self._cos[positions_T][:, None], self._sin[positions_T][:, None]
+        for number, layer in enumerate(self._layers):
+            q, k, v = self._heads(layer.qkv(self._norm(hidden, layer.norm_in)), cos, sin)
+            hidden = hidden + layer.out(attend(number, q, k, v).flatten(1))
+            gate, up = layer.gate_up(self._norm(hidden, layer.norm_mlp)).chunk(2, -1)
+            hidden = hidden + layer.down(F.silu(gate) * up)
+        return F.rms_norm(hidden, hidden.shape[-1:], self._norm_out, self._config.rms_norm_eps)
+
+    def logits(self, hidden_TM: Tensor) -> Tensor:
+        """float32 [T, V]; the caller hides the rows of the vocabulary that no token has."""
+        return self._head(hidden_TM.to(self.dtype)).float()
+
+    def _layer(self, weights: list[Tensor]) -> _Layer:
+        norm_in, q_proj, k_proj, v_proj, o_proj, norm_mlp, gate_proj, up_proj, down_proj = weights
+        return _Layer(
+            norm_in=norm_in.float(),
+            qkv=_product(torch.cat([q_proj, k_proj, v_proj])),
+            out=_product(o_proj),
+            norm_mlp=norm_mlp.float(),
+            gate_up=_product(torch.cat([gate_proj, up_proj])),
+            down=_product(down_proj),
+        )
+
+    def _heads(self, qkv: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys rotated together: the second half of a head against the first, whose sine is negative."""
+        heads, groups = self._config.num_heads, self._config.num_kv_heads
+        qkv = qkv.view(len(qkv), -1, self._config.head_dim)
+        qk, v = qkv.split([heads + groups, groups], 1)
+        qk = qk.float()
+        rotated = qk * cos_T1D + qk.roll(self._config.head_dim // 2, -1) * sin_T1D
+        q, k = rotated.to(self.dtype).split([heads, groups], 1)
+        return q, k, v
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight, self._config.rms_norm_eps).to(self.dtype)
+
+
+def _product(weight: Tensor) -> Product:
+    if not _packable(weight.dtype):
+        return lambda x: F.linear(x, weight)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+
+def _packable(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
