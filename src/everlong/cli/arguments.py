@@ -48,7 +48,7 @@ def parse_config(arguments: Sequence[str], command: str = "train") -> RunConfig:
     except OSError as error:
         raise ValueError(f"expected a TOML file after @: {error}") from error
     config = take_back_ineffective(config)
-    return config if default is None else _with_own_tasks(config, default.tasks)
+    return config if default is None else _with_own_tasks(config, default.tasks, _settings(arguments))
 
 
 def _apart(arguments: Sequence[str]) -> list[str]:
@@ -81,11 +81,16 @@ def _settings(arguments: Sequence[str]) -> frozenset[str]:
     return frozenset(name.replace("-", "_") for name in names)
 
 
-def _with_own_tasks(config: RunConfig, default: TasksConfig) -> RunConfig:
-    """The quickstart makes its tasks inside the run's folder, wherever that was moved; named tasks stay."""
+def _with_own_tasks(config: RunConfig, default: TasksConfig, given: frozenset[str]) -> RunConfig:
+    """The quickstart makes its tasks inside the run's folder, wherever that was moved; named tasks stay, and the quickstart's
+    number of demonstrations, which is a share of its own tasks, goes with those."""
     own, named = quickstart_tasks(config.output), config.tasks
-    tasks = TasksConfig(
-        train=own.train if named.train == default.train else named.train,
-        eval=own.eval if named.eval == default.eval else named.eval,
-    )
-    return config.model_copy(update={"tasks": tasks})
+    changes: dict[str, object] = {
+        "tasks": TasksConfig(
+            train=own.train if named.train == default.train else named.train,
+            eval=own.eval if named.eval == default.eval else named.eval,
+        )
+    }
+    if named.train != default.train and not given & {"warmup", "warmup.num_tasks"}:
+        changes["warmup"] = config.warmup.model_copy(update={"num_tasks": None})
+    return config.model_copy(update=changes)

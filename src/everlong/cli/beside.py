@@ -33,6 +33,14 @@ def newest_version(config: RunConfig, folder: RunFolder) -> int:
     return newest
 
 
+def chosen_version(config: RunConfig, folder: RunFolder, version: int | None) -> int:
+    """The version asked for, else the newest. Raises NotFound where the run has not published it."""
+    newest = newest_version(config, folder)
+    if version is not None and not 0 <= version <= newest:
+        raise NotFound(f"version {version} is not published: the newest in the store is {newest}")
+    return newest if version is None else version
+
+
 def beside_run(config: RunConfig, folder: RunFolder, scratch: Path) -> tuple[RunFolder, RunConfig]:
     """A folder with a lock of its own, whose cell reads the run's store."""
     store = folder.absolute_store_url(config)

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from everlong.cli.beside import NoAccount, beside_run, newest_version
+from everlong.cli.beside import NoAccount, beside_run, chosen_version
 from everlong.cli.compose import make_sampling, open_cell
 from everlong.cli.config import RunConfig
 from everlong.cli.run_folder import RunFolder
@@ -53,6 +53,12 @@ def eval_command(run: Path, paths: Sequence[Path], attempts: int, version: int |
     result = asyncio.run(evaluate(config, folder, tasks, attempts, version))
     rewards = [episode.reward for episode in result.episodes if episode.reward is not None]
     missing = len(result.episodes) - len(rewards)
+    if not rewards:
+        first = next((episode for episode in result.episodes if episode.error), result.episodes[0])
+        raise ValueError(
+            f"none of {missing} episodes has a verdict, so there is nothing to report; {first.id} ended as {first.reason}"
+            f"{': ' + first.error.strip().splitlines()[-1] if first.error.strip() else ''}"
+        )
     mean, low, high = bootstrap_interval(rewards)
     table = Table("kind", "episodes", "mean reward", title=f"policy version {result.version}")
     for kind, values in sorted(result.kinds(tasks).items()):
@@ -70,7 +76,7 @@ async def evaluate(
     config: RunConfig, folder: RunFolder, tasks: TaskSet, attempts: int, version: int | None
 ) -> EvalResult:
     """Raises NotFound where the run has not published that version, or none at all."""
-    wanted = newest_version(config, folder) if version is None else version
+    wanted = chosen_version(config, folder, version)
     with scratch_folder("eval") as scratch:
         backend = open_backend(config.sandbox, scratch)
         aside, settings = beside_run(config, folder, scratch)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from everlong.cli.beside import NoAccount, beside_run, newest_version
+from everlong.cli.beside import NoAccount, beside_run, chosen_version
 from everlong.cli.compose import make_sampling, open_cell
 from everlong.cli.config import RunConfig
 from everlong.cli.run_folder import RunFolder
@@ -32,7 +32,7 @@ async def _serve(
     config: RunConfig, folder: RunFolder, server: GatewayServer, version: int | None, key: str | None
 ) -> None:
     """Until SIGINT or SIGTERM."""
-    wanted = newest_version(config, folder) if version is None else version
+    wanted = chosen_version(config, folder, version)
     stop = asyncio.Event()
     for name in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)

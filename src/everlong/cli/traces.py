@@ -75,10 +75,6 @@ class OracleTraces:
 
     def _shown(self) -> list[HarborTask]:
         num_shown = self._config.warmup.num_tasks or len(self._tasks)
-        if num_shown > len(self._tasks):
-            raise ValueError(
-                f"warmup.num_tasks is {num_shown} and tasks.train holds {len(self._tasks)}: lower it, or leave it out"
-            )
         tasks = list(self._tasks)
         return [tasks[index] for index in shown_tasks(num_shown, len(tasks), self._config.seed)]
 

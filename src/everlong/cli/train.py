@@ -78,6 +78,10 @@ def _check_tasks(config: RunConfig) -> None:
     tasks = read_run_tasks(config.tasks)
     if not len(tasks.train) and (config.schedule.num_batches or config.warmup.num_batches):
         raise ValueError("there are batches to train but no training tasks: give tasks.train a folder with tasks")
+    if (config.warmup.num_tasks or 0) > len(tasks.train):
+        raise ValueError(
+            f"warmup.num_tasks is {config.warmup.num_tasks} and tasks.train holds {len(tasks.train)}: lower it, or set it to None"
+        )
 
 
 def resume_command(path: Path) -> None:

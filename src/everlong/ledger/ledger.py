@@ -154,6 +154,10 @@ class Ledger:
             raise LedgerError(f"the ledger takes no more facts: {self._failure}") from self._failure
 
 
+LINGER_S = 5.0
+"""So long the lock of a writer that is dead may still be held."""
+
+
 class WriterLock:
     """A lock file beside the ledger that the kernel frees when its process dies, however it dies."""
 
@@ -161,16 +165,37 @@ class WriterLock:
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not self._locked():
             pid = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._file)
             raise LedgerError(
                 f"{path} is open for writing in process {pid}: a ledger has one writer; stop that run, or use another folder"
-            ) from None
+            )
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+
+    def _locked(self) -> bool:
+        """A writer that was killed may leave a child between fork and exec, which holds the lock a moment longer."""
+        deadline = time.monotonic() + LINGER_S
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if self._writer_lives() or time.monotonic() > deadline:
+                    return False
+                time.sleep(0.02)
+            else:
+                return True
+
+    def _writer_lives(self) -> bool:
+        pid = os.pread(self._file, 32, 0).strip()
+        try:
+            os.kill(int(pid), 0)
+        except (ValueError, ProcessLookupError):
+            return False
+        except PermissionError:
+            pass  # somebody else's process
+        return True
 
     def release(self) -> None:
         if self._file >= 0:

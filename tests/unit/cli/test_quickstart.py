@@ -54,3 +54,9 @@ def test_the_quickstart_of_a_language_model_shows_few_oracles_and_evaluates_two_
 def test_the_command_line_without_a_file_is_the_quickstart(arguments: list[str]) -> None:
     assert parse_config(arguments) == quickstart_config(*arguments[1:])
     assert parse_config([*arguments, "--seed", "7"]).model == quickstart_config(*arguments[1:]).model
+
+
+def test_tasks_of_ones_own_are_all_shown_unless_a_number_is_given() -> None:
+    assert parse_config(["--tasks.train", "mine"]).warmup.num_tasks is None
+    assert parse_config(["--tasks.train", "mine", "--warmup.num-tasks", "7"]).warmup.num_tasks == 7
+    assert parse_config(["--output", "elsewhere"]).warmup.num_tasks == quickstart_config().warmup.num_tasks

@@ -1,8 +1,11 @@
 """The ledger on disk: durable, single-writer, replayable, checkable."""
 
 import asyncio
+import fcntl
 import multiprocessing
 import os
+import subprocess
+import threading
 from pathlib import Path
 
 import apsw
@@ -277,3 +280,17 @@ def test_facts_that_could_not_be_read_back_are_refused_all_together(reward: obje
         ledger.stage(group(0), wrong)
     assert ledger.take_staged() == [] and not ledger.lifecycle.groups
     ledger.close()
+
+
+def test_the_lock_of_a_dead_writer_that_a_child_still_holds_is_waited_for(path: Path) -> None:
+    ledger = Ledger.open(path)
+    held = os.open(f"{path}.lock", os.O_RDWR)
+    ledger.close()
+    fcntl.flock(held, fcntl.LOCK_EX)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    os.pwrite(held, f"{gone.pid}\n".encode().ljust(16), 0)
+    release = threading.Timer(0.2, os.close, [held])
+    release.start()
+    Ledger.open(path).close()
+    release.join()
