@@ -9,7 +9,7 @@ from tests.loop.orchestrator.worlds import Killed, World
 from everlong.environments.tasks.config import TasksConfig
 from everlong.environments.tasks.sources import read_run_tasks
 from everlong.environments.tasks.terminal.generate import make_terminal
-from everlong.ledger import BatchClosed, BatchTrained, EpisodeFinished, EpisodeStarted, RunFinished
+from everlong.ledger import BatchClosed, BatchTrained, EpisodeFinished, RunFinished
 from everlong.orchestrator.config import AsyncConfig, PartialConfig
 from everlong.orchestrator.loop import run
 
@@ -123,25 +123,3 @@ async def test_a_stuck_episode_is_masked_at_the_deadline_of_its_group(tmp_path, 
     assert one.balance().ended["cancelled"] == {"deadline": 1}
     (row,) = (point.values for point in one.metrics.points if point.axis == "batch")
     assert (row["deadlines"], row["reason/deadline"]) == (1, 1)
-
-
-async def test_while_sampling_is_paused_no_turn_begins_and_afterwards_it_carries_the_new_version(tmp_path, tasks):
-    one = World(tmp_path / "run", tasks, kind=PartialConfig, num_batches=4, completion=0.3, group_size=2)
-    versions = {}
-    async with one.process() as (scheduler, conductor, writer, trainer):
-        train = trainer.train
-
-        async def slowly(batch):
-            before = sum(view.num_sampled for view in writer.lifecycle.episodes.values())
-            for _ in range(200):
-                await asyncio.sleep(0)
-            after = sum(view.num_sampled for view in writer.lifecycle.episodes.values())
-            versions[batch.batch] = (before, after)
-            return await train(batch)
-
-        trainer.train = slowly
-        await asyncio.wait_for(run(scheduler, conductor, one.clock), 100)
-    first = one.facts(EpisodeStarted)[0].episode
-    assert first == "train-000000-000" and len(versions) == 4
-    turns_under_way = 2 * 64  # the one turn that each of the others may have had in the engine
-    assert all(after - before <= turns_under_way for before, after in versions.values())
