@@ -48,6 +48,7 @@ def make_sampling(config: RunConfig, engine: Engine) -> Sampling:
         run_seed=config.seed,
         limits=SessionLimits(max_turns=config.harness.max_turns, max_context=context),
         pause=pause,
+        thinking=config.harness.thinking,
     )
 
 

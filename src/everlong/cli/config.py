@@ -62,7 +62,8 @@ class SamplingConfig(Config):
 
 class WeightsConfig(Config):
     store: str | None = None
-    """URL of the object store that holds weights, checkpoints and episodes; None is the folder `store` of the run."""
+    """URL of the object store that holds weights, checkpoints and episodes; None is the folder `store` of the run.
+    Each run needs one of its own."""
     anchor_every: int = Field(10, ge=1)
     """Every so many versions one is published whole, so that a late engine needs few deltas."""
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from everlong.cli.beside import NoAccount, beside_run, chosen_version
 from everlong.cli.compose import make_sampling, open_cell
 from everlong.cli.config import RunConfig
+from everlong.cli.event_loop import run_to_the_end
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.records import Episode, EpisodeOrder, Purpose
 from everlong.environments.grading.grader import open_grader
@@ -50,7 +51,7 @@ def eval_command(run: Path, paths: Sequence[Path], attempts: int, version: int |
         raise ValueError(f"run {run} has no held-out tasks: name folders with --tasks")
     if attempts < 1:
         raise ValueError(f"attempts must be at least 1, got {attempts}")
-    result = asyncio.run(evaluate(config, folder, tasks, attempts, version))
+    result = run_to_the_end(evaluate(config, folder, tasks, attempts, version))
     rewards = [episode.reward for episode in result.episodes if episode.reward is not None]
     missing = len(result.episodes) - len(rewards)
     if not rewards:

@@ -98,7 +98,7 @@ def _rules(config: RunConfig) -> Iterator[Ineffective]:
                 path, "sandbox.type", "with sandbox.type=scripted: leave it out, or set sandbox.type to local"
             )
     if not config.tasks.eval:
-        for path in ("schedule.eval_every", "schedule.eval_attempts"):
+        for path in ("schedule.eval_every", "schedule.eval_attempts", "schedule.eval_deadline_s"):
             yield Ineffective(path, "tasks.eval", "without held-out tasks: leave it out, or name some in tasks.eval")
     if config.kl.type != "none" and config.sampling.top_p == 1 and not config.sampling.top_k:
         why = "with sampling.top_p=1 and sampling.top_k=0, which truncate nothing: leave it out, or set one"

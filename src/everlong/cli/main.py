@@ -98,7 +98,7 @@ def serve(
     key: str = "",
     allow_remote: bool = False,
 ) -> None:
-    """Serve a run's policy over HTTP in the OpenAI chat-completions dialect.
+    """Serve a run's policy over HTTP to OpenAI's and Anthropic's clients.
 
     Parameters
     ----------

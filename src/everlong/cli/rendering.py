@@ -25,7 +25,7 @@ def make_renderer(config: RunConfig) -> Renderer:
     """Raises ValueError where the checkpoint's tokenizer lacks the special tokens of ChatML."""
     source = find_model(config.model)
     tokenizer = ByteTokenizer() if source.folder is None else FileTokenizer(source.folder / "tokenizer.json")
-    return ChatML(tokenizer, config.harness.tool_syntax)
+    return ChatML(tokenizer, config.harness.tool_syntax, opens_thinking=config.harness.opens_thinking)
 
 
 def checkpoint_companions(source: ModelSource) -> dict[str, bytes]:

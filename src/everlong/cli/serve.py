@@ -53,11 +53,13 @@ async def _serve(
                     run_seed=sampling.run_seed,
                     limits=sampling.limits,
                     journal=NoAccount(),
+                    thinking=sampling.thinking,
                 )
 
             key = server.open_endpoint(new_session, key)
             await server.start()
             console.print(f"policy version {status.policy_version} of {folder.path} at {server.url}")
+            console.print(f"Anthropic's clients take {server.root_url} as base URL", highlight=False)
             console.print(f"API key {key}", markup=False)
             await stop.wait()
             await server.stop()

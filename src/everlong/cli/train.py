@@ -13,10 +13,12 @@ from rich.console import Console
 from everlong.cli.arguments import DRY_RUN, parse_config
 from everlong.cli.compose import open_control
 from everlong.cli.config import RunConfig
+from everlong.cli.event_loop import run_to_the_end
 from everlong.cli.quickstart import prepare_quickstart
 from everlong.cli.reporting import success_lines, write_run_report
 from everlong.cli.run_folder import RunFolder
 from everlong.cli.sinks import open_sinks
+from everlong.cli.store_owner import claim_store, refuse_taken_store
 from everlong.cli.toml import config_text
 from everlong.environments.grading.grader import open_grader
 from everlong.environments.tasks.sources import read_run_tasks
@@ -58,8 +60,10 @@ def _start(config: RunConfig, *, dry: bool) -> None:
     folder = RunFolder(config.output)
     folder.refuse_run()
     _check_own_parts(config)
+    refuse_taken_store(config, folder)
     prepare_quickstart(config, folder)
     _check_tasks(config)
+    claim_store(config, folder)
     folder.create(config)
     console.print(f"run {folder.path}")
     _drive(config, folder, resume=False)
@@ -109,7 +113,7 @@ def _is_finished(folder: RunFolder) -> bool:
 
 def _drive(config: RunConfig, folder: RunFolder, *, resume: bool) -> None:
     try:
-        asyncio.run(_train(config, folder, resume))
+        run_to_the_end(_train(config, folder, resume))
     except (asyncio.CancelledError, KeyboardInterrupt):
         console.print(f"stopped; `everlong resume {folder.path}` goes on from here", markup=False)
         sys.exit(STOPPED)

@@ -14,6 +14,10 @@ class SandboxError(EverlongError):
     """The sandbox failed, not the agent: it could not start, died, or could not be reached."""
 
 
+class WorkspaceTooLarge(SandboxError):
+    """The workdir cannot be copied since it holds more than its limits allow: the agent's doing, and no failure of ours."""
+
+
 class VerifierError(EverlongError):
     """Grading did not give a verdict."""
 

@@ -87,11 +87,13 @@ class Agenda:
         due = index == 0 or self.batch == self.num_batches or bool(every and index % every == 0)
         return due and bool(self._eval_tasks) and index not in self._evals
 
-    def open_eval(self, queue: EpisodeQueue) -> None:
-        """Its groups are numbered over the whole run."""
-        first = self.index * len(self._eval_tasks)
+    def open_eval(self, queue: EpisodeQueue, now_s: float) -> None:
+        """Its groups are numbered over the whole run, and all have the deadline of the evaluation."""
+        first, within_s = self.index * len(self._eval_tasks), self._schedule.eval_deadline_s
         for place, task in enumerate(self._eval_tasks):
             queue.open(Purpose.EVAL, first + place, task, self._schedule.eval_attempts, held=self.batch)
+            if within_s is not None:
+                queue.set_deadline(Purpose.EVAL, first + place, now_s + within_s)
 
     def close_eval(self, queue: EpisodeQueue) -> RecordEval:
         groups = tuple(sorted(group.number for group in queue.of(Purpose.EVAL)))

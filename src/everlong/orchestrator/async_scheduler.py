@@ -53,7 +53,7 @@ class AsyncScheduler:
         self._published = self._held = -1
         """The newest published version, and the one that the engine holds; -1 before the first."""
         self.deadlines = 0
-        """Deadlines that were met since a batch was closed."""
+        """Deadlines of training groups that were met since a batch was closed."""
         self.finished = False
 
     @property
@@ -76,9 +76,8 @@ class AsyncScheduler:
             case EpisodeEnded():
                 self._queue.ended(event)
             case Tick():
-                cancelled = self._queue.cancel_late(event.now_s)
-                self.deadlines += bool(cancelled)
-                return [*cancelled, *self._decide(event.now_s)]
+                self.deadlines += any(group.purpose is Purpose.TRAIN for group in self._queue.late(event.now_s))
+                return [*self._queue.cancel_late(event.now_s), *self._decide(event.now_s)]
         return self._decide(event.now_s)
 
     def _begin(self) -> list[Action]:
@@ -111,17 +110,17 @@ class AsyncScheduler:
             return actions
         self._open_known(now_s)
         if not self._training and not self._publishing:
-            actions += self._evaluate() if self._agenda.eval_due else self._train()
+            actions += self._evaluate(now_s) if self._agenda.eval_due else self._train()
         self._open_groups(now_s)
         return [*actions, *self._queue.fill()]
 
-    def _evaluate(self) -> list[Action]:
+    def _evaluate(self, now_s: float) -> list[Action]:
         """One version answers a whole evaluation: the trainer rests meanwhile, and the training episodes go on."""
         if self._held < self._agenda.batch:
             return []
         if not self._evaluating:
             self._evaluating = True
-            self._agenda.open_eval(self._queue)
+            self._agenda.open_eval(self._queue, now_s)
         return [] if self._queue.num_open(Purpose.EVAL) else [self._agenda.close_eval(self._queue)]
 
     def _train(self) -> list[Action]:

@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,12 @@ from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.measuring import batch_metrics, engine_metrics, loss_metrics
 from everlong.orchestrator.outcomes import eval_outcome, replaced_outcome, train_outcomes
 from everlong.orchestrator.window import BUSY_S, BatchWindow
+from everlong.rollouts.leash import leashed
 from everlong.rollouts.pausing import Pause
 from everlong.trajectories.packing import PackedBatch
+
+STOP_S = 30.0
+"""For an episode to end after its cancellation: its harness has less, then its sandbox closes. Beyond it is left behind."""
 
 WarmupBatch = Callable[[int], Awaitable[TrainBatch]]
 """From the number of a warm-up batch to its supervised samples."""
@@ -206,7 +211,8 @@ class RunConductor:
 
     async def _attempt(self, order: EpisodeOrder) -> Episode:
         """The episode, or the record of its cancellation. A cancellation that nobody ordered goes on outwards."""
-        task = self._running[order.episode] = asyncio.ensure_future(self._parts.run_episode(order))
+        work = leashed(partial(self._parts.run_episode, order), f"episode {order.episode}", STOP_S)
+        task = self._running[order.episode] = asyncio.ensure_future(work)
         if order.episode in self._cancelled:
             task.cancel()
         started = self._parts.clock()

@@ -29,6 +29,9 @@ class _Schedule(Config):
     """RL batches between evaluations; 0 evaluates only before the first and after the last batch."""
     eval_attempts: int = Field(1, ge=1)
     """Episodes per held-out task and evaluation."""
+    eval_deadline_s: float | None = Field(7200.0, gt=0)
+    """Seconds after which an evaluation closes without the episodes that are still running or waiting: they have no verdict. None
+    waits for ever."""
 
 
 class RoundsConfig(_Schedule):

@@ -67,6 +67,10 @@ class EpisodeQueue:
         """The earliest deadline of a group that still has somebody to wait for."""
         return min((g.deadline_s for g in self._groups.values() if g.deadline_s is not None and g.open), default=None)
 
+    def late(self, now_s: float) -> list[Group]:
+        """Groups whose deadline has passed and that still have somebody to wait for."""
+        return [g for g in self._groups.values() if g.open and g.deadline_s is not None and g.deadline_s <= now_s]
+
     # What changes
 
     def open(
@@ -113,7 +117,7 @@ class EpisodeQueue:
 
     def cancel_late(self, now_s: float) -> list[RunEpisode | CancelEpisode]:
         """The same, of the groups whose deadline has passed."""
-        late = [g for g in self._groups.values() if g.open and g.deadline_s is not None and g.deadline_s <= now_s]
+        late = self.late(now_s)
         keys = {(group.purpose, group.number) for group in late}
         for group in late:
             group.deadline_s = None

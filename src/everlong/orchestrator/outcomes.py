@@ -44,6 +44,8 @@ def eval_outcome(episode: Episode, view: EpisodeView) -> EpisodeEnded:
     failed = episode.reward is None
     reason = str(episode.verdict.reason or episode.reason) if failed else str(episode.reason)
     state = EpisodeState.FAILED if failed else EpisodeState.EVALUATED
+    if episode.reason in (Reason.CANCELLED, Reason.DEADLINE):
+        state = EpisodeState.CANCELLED
     return EpisodeEnded(
         episode=episode.id, state=state, reason=reason, trained=0, discarded=_all_discarded(view, "evaluated")
     )

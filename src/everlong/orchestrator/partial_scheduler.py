@@ -47,7 +47,7 @@ class PartialScheduler:
         self._evaluating, self._sampling = False, False
         """Whether an evaluation is under way; whether a round is, which may pause."""
         self.deadlines = 0
-        """Deadlines that were met since a batch was closed."""
+        """Deadlines of training groups that were met since a batch was closed."""
         self.finished = False
 
     @property
@@ -72,9 +72,8 @@ class PartialScheduler:
                 self._queue.ended(event)
                 self._num_ended += event.order.purpose is Purpose.TRAIN
             case Tick():
-                cancelled = self._queue.cancel_late(event.now_s)
-                self.deadlines += bool(cancelled)
-                return [*cancelled, *self._close_if_due()]
+                self.deadlines += any(group.purpose is Purpose.TRAIN for group in self._queue.late(event.now_s))
+                return [*self._queue.cancel_late(event.now_s), *self._close_if_due()]
         return [*self._queue.fill(), *self._close_if_due()]
 
     def _begin_batch(self) -> list[Action]:
@@ -86,7 +85,7 @@ class PartialScheduler:
         agenda = self._agenda
         if agenda.eval_due:
             self._evaluating = True
-            agenda.open_eval(self._queue)
+            agenda.open_eval(self._queue, now_s)
         elif agenda.batch >= agenda.num_batches:
             self.finished = True
             return []

@@ -46,7 +46,7 @@ class RoundScheduler:
     @property
     def wake_at_s(self) -> float | None:
         """When a `Tick` is wanted, on the clock of the events; None for never."""
-        return self._deadline_s
+        return self._queue.wake_at_s if self._evaluating else self._deadline_s
 
     def on_event(self, event: Event) -> list[Action]:
         match event:
@@ -74,7 +74,7 @@ class RoundScheduler:
         """The engine holds the current version: evaluate if it is time, else open the next batch's groups."""
         if self._agenda.eval_due:
             self._evaluating = True
-            self._agenda.open_eval(self._queue)
+            self._agenda.open_eval(self._queue, now_s)
             return [*self._queue.fill(), *self._close_if_complete()]
         if self._agenda.batch >= self._agenda.num_batches:
             self.finished = True
@@ -120,6 +120,8 @@ class RoundScheduler:
         return [TrainGroups(batch, groups, save=self._agenda.saves(batch), deadlines=self.deadlines)]
 
     def _check_deadline(self, now_s: float) -> list[Action]:
+        if self._evaluating:
+            return [*self._queue.cancel_late(now_s)]
         if self._deadline_s is None or now_s < self._deadline_s:
             return []
         self.deadlines += 1

@@ -7,6 +7,8 @@ from pydantic import Field
 from everlong.contracts.config import Config
 from everlong.contracts.import_path import PATTERN
 
+ThinkingHistory = Literal["keep", "strip_and_branch"]
+
 
 class HarnessConfig(Config):
     type: str = Field("bash", pattern=rf"^(bash|{PATTERN})$")
@@ -16,6 +18,11 @@ class HarnessConfig(Config):
     """Empty for none."""
     tool_syntax: Literal["dollar", "hermes"] = "dollar"
     """How a call stands in the text: `$ command`, or a JSON object between <tool_call> tags."""
+    opens_thinking: bool = False
+    """Whether the prompt of an answer ends with <think>, as for a model that was trained so; it samples only the end of it."""
+    thinking: ThinkingHistory = "keep"
+    """Of earlier answers. keep: it stays in the prompts, whatever the agent repeats. strip_and_branch: a user's message takes
+    it out of the prompts that follow, which are a branch of their own; what was thought trains where it was sampled."""
     max_turns: int = Field(16, ge=1)
     """Model calls after which the episode ends; what it left behind is graded."""
     max_context: int | None = Field(None, ge=16)

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from everlong.contracts.errors import EngineError, LedgerError, Reason, SandboxError, WorkerDied, WorkerError
@@ -20,7 +21,9 @@ from everlong.environments.grading.grader import Grader, Submission, verifier
 from everlong.environments.grading.verifier import check_time_budget
 from everlong.environments.tasks.harbor import HarborTask
 from everlong.environments.tasks.opening import open_task
+from everlong.rollouts.config import ThinkingHistory
 from everlong.rollouts.gateway.session import ContextFull, Journal, Session, SessionLimits, TurnLimit
+from everlong.rollouts.leash import GRACE_S, leashed
 from everlong.rollouts.pausing import Pause
 from everlong.rollouts.renderers.chatml import Renderer
 
@@ -44,6 +47,7 @@ class Sampling:
     limits: SessionLimits
     pause: Pause = field(default_factory=Pause)
     """While it is on, nobody's time limit runs."""
+    thinking: ThinkingHistory = "keep"
 
 
 @dataclass(slots=True)
@@ -116,11 +120,13 @@ class EpisodeRunner:
             run_seed=sampling.run_seed,
             limits=sampling.limits,
             journal=self._journal,
+            thinking=sampling.thinking,
         )
         try:
             async with asyncio.timeout(task.agent_timeout_s) as limit:
                 with sampling.pause.spares(limit):
-                    attempt.reason = _checked(await self._harness.run(task, session, sandbox))
+                    begin = partial(self._harness.run, task, session, sandbox)
+                    attempt.reason = _checked(await leashed(begin, f"the harness of {order.episode}", GRACE_S))
             if session.refusal is not None:  # the agent met it and went its way: it still is why the episode ended
                 raise session.refusal
         except TimeoutError:
@@ -228,6 +234,7 @@ def _counts(session: Session) -> dict[str, float]:
     """What the conversation met; a batch's row sums them."""
     return {
         "forks": float(session.num_forks),
+        "stripped_prompts": float(session.num_stripped),
         "cut_calls": float(session.num_cut_calls),
         "uncounted_calls": float(session.num_uncounted),
     }

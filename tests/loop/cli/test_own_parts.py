@@ -5,23 +5,28 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
 from everlong.cli.run_folder import RunFolder
+from everlong.contracts.errors import Reason
+from everlong.contracts.records import Purpose
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
 from everlong.ledger import read_lifecycle
 from everlong.observe import read_points
 
 PARTS = '''
+import asyncio
 from dataclasses import replace
 
 from everlong.contracts.errors import Reason
 from everlong.contracts.records import Verdict
 from everlong.models.source import ModelSource, toy_config
 from everlong.rollouts.harnesses.bash import BashHarness
+from everlong.rollouts.messages import Message
 
 
 async def said(submission):
@@ -40,6 +45,23 @@ class Twice(BashHarness):
     async def run(self, task, session, sandbox):
         await super().run(task, session, sandbox)
         return await super().run(task, session, sandbox)
+
+
+class Deaf(BashHarness):
+    """Ends for nobody, and has a task of its own that does not either; says in `deaf` that it has begun."""
+
+    async def run(self, task, session, sandbox):
+        await session.chat([Message(role="user", content="hi")])
+        self.other = asyncio.create_task(self.work())
+        open("deaf", "w").close()
+        await self.work()
+
+    async def work(self):
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except BaseException:
+                pass
 
 
 def small():
@@ -112,6 +134,47 @@ def test_an_own_model_trains_and_is_exported(workplace: Path) -> None:
     with safe_open(workplace / "run/checkpoint/model.safetensors", "pt") as weights:
         assert {name.split(".")[2] for name in weights.keys() if ".layers." in name} == {"0"}  # noqa: SIM118
     assert "parts:small in float32" in (workplace / "run/report.html").read_text()
+
+
+def start(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
+    code = "from everlong.cli.main import main; main()"
+    words = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(words, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+DEAF = ("--model.type", "scripted", *SHORT, "--harness.type", "parts:Deaf")
+
+
+def test_a_harness_that_ignores_its_cancellation_holds_up_neither_deadline_nor_end(workplace: Path) -> None:
+    limits = ["--schedule.batch-deadline-s", "2", "--schedule.eval-deadline-s", "2"]
+    done = everlong(workplace, "train", *DEAF, *limits)
+    assert done.returncode == 0, done.stderr
+    lifecycle = read_lifecycle(RunFolder(workplace / "run").ledger)
+    assert lifecycle.finished
+    assert {(view.purpose, view.reason) for view in lifecycle.episodes.values()} == {
+        (Purpose.TRAIN, Reason.DEADLINE),
+        (Purpose.EVAL, Reason.DEADLINE),
+    }
+
+
+def test_a_run_is_stopped_although_its_harness_ignores_it(workplace: Path) -> None:
+    with start(workplace, "train", *DEAF) as running:
+        while not (workplace / "deaf").exists():
+            assert running.poll() is None, running.stderr.read()
+            time.sleep(0.05)
+        running.terminate()
+        _, said = running.communicate(timeout=240)
+    assert running.returncode == 130 and "everlong resume run" in said, said
+
+
+def test_a_store_belongs_to_one_run_and_says_to_which(workplace: Path) -> None:
+    mine = ("--model.type", "scripted", *SHORT, "--weights.store", "shared")
+    assert everlong(workplace, "train", *mine).returncode == 0
+    done = everlong(workplace, "train", *mine, "--output", "other")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    said = " ".join(done.stderr.split())
+    assert f"belongs to the run {workplace / 'run'} on" in said and "--weights.store" in said
+    assert not (workplace / "other").exists()
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,48 @@ async def test_a_cheat_is_not_paid(task: HarborTask, caged: LocalBackend, cheat:
     assert (await play(task, caged, cheat)).reward == 0.0
 
 
+DEEP = "python3 -c \"import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\""
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        DEEP,
+        "mkfifo pipe; mkdir locked; echo > locked/file; chmod 0 locked/file locked; truncate -s 9G giant",
+        "printf x > $'\\xff\\nname'; ln -s a a; for i in $(seq 2000); do ln $'\\xff\\nname' $i; done",
+        "cd /; rm -rf $EVERLONG_ROOT/app/* $EVERLONG_ROOT/app/.[!.]*; rmdir $EVERLONG_ROOT/app; true",
+    ],
+    ids=["deep", "locked-and-special", "names-and-links", "nothing"],
+)
+async def test_whatever_an_agent_leaves_gets_a_verdict(task: HarborTask, backend: LocalBackend, left: str):
+    verdict = await play(task, backend, left)
+    assert (verdict.reward, verdict.reason, verdict.flags) == (0.0, None, ())
+    assert not [folder for folder in backend.claim.folder.iterdir() if folder.name.startswith("s-")], "all is removed"
+
+
+async def test_an_agent_that_leaves_more_than_can_be_copied_is_told_so_and_not_paid(
+    task: HarborTask, caged: LocalBackend, tmp_path: Path
+):
+    limits = msgspec.structs.replace(task.task.limits, disk_mb=1)
+    small = msgspec.structs.replace(task, task=msgspec.structs.replace(task.task, limits=limits))
+    # each file is within the limit, and they are there before anybody counts
+    fill = "for i in 1 2 3; do head -c 900000 /dev/zero > $i; done"
+    verdict = await play(small, caged, *oracle_commands(task), fill)
+    assert (verdict.reward, verdict.reason, verdict.flags) == (0.0, None, ("workspace_too_large",))
+    assert "1 MB to be copied, and holds more" in verdict.output
+
+
+async def test_a_full_workdir_leaves_the_verifier_its_own_room(task: HarborTask, caged: LocalBackend, tmp_path: Path):
+    limits = msgspec.structs.replace(task.task.limits, disk_mb=2)
+    small = msgspec.structs.replace(task, task=msgspec.structs.replace(task.task, limits=limits))
+    works = with_tests(
+        small,
+        tmp_path / "tests",
+        "head -c 1500000 /dev/zero > big; sleep 2.5; echo 0.5 > $EVERLONG_ROOT/logs/verifier/reward.txt",
+    )
+    assert (await play(works, caged, "head -c 1800000 /dev/zero > full")).reward == 0.5
+
+
 @pytest.mark.parametrize("solves", [False, True], ids=["only planted", "planted beside the work"])
 async def test_a_planted_verdict_is_seen_and_counts_nothing(task: HarborTask, backend: LocalBackend, solves: bool):
     planted = "echo 1 > $EVERLONG_ROOT/logs/verifier/reward.txt"

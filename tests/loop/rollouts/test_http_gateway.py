@@ -370,11 +370,11 @@ async def test_two_calls_at_once_are_two_turns_one_after_the_other():
 
 
 async def test_a_flood_of_calls_on_one_key_is_refused_and_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("everlong.rollouts.gateway.server.MAX_CALLS_PER_KEY", 2)
+    monkeypatch.setattr("everlong.rollouts.gateway.keys.MAX_CALLS_PER_KEY", 2)
     async with world(says("done")) as w:
         w.engine.inject(Fault.STALL)
         held = [asyncio.create_task(w.ask([USER])) for _ in range(2)]
-        await until(lambda: next(iter(w.server._entries.values())).num_calls == 2)
+        await until(lambda: w.server._keyring.entries()[0].num_calls == 2)
         with pytest.raises(openai.RateLimitError) as caught:
             await w.ask([USER])
         assert caught.value.code == "busy"

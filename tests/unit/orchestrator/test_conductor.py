@@ -154,6 +154,42 @@ async def test_a_member_that_is_late_is_masked_and_its_batch_is_trained(opened):
     assert world.scheduler.deadlines == 1
 
 
+async def deaf():
+    while True:
+        try:  # noqa: SIM105
+            await asyncio.sleep(3600)
+        except BaseException:
+            pass
+
+
+async def test_a_member_that_ignores_its_cancellation_is_late_like_any_other(opened, monkeypatch):
+    monkeypatch.setattr("everlong.orchestrator.conductor.STOP_S", 0.05)
+
+    async def outcome(order):
+        if (order.group, order.attempt) == (1, 2):
+            await deaf()
+        return Reason.DONE, rewarded(order)
+
+    world = opened(outcome, num_batches=1, batch_deadline_s=10, late_after=7)
+    await world.run()
+    assert world.report().ended == {"cancelled": {"deadline": 1}, "trained": {"done": 7}}
+
+
+async def test_closing_does_not_wait_for_who_ignores_it(opened, monkeypatch):
+    monkeypatch.setattr("everlong.orchestrator.conductor.STOP_S", 0.05)
+    started = asyncio.Event()
+
+    async def outcome(order):
+        started.set()
+        await deaf()
+
+    running = asyncio.create_task(opened(outcome, num_batches=1, batch_deadline_s=None).run())
+    await started.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
 async def test_a_finished_group_can_be_used_while_another_still_runs(opened, tmp_path):
     used = []
 

@@ -263,6 +263,23 @@ def test_a_resumed_batch_goes_on_counting_what_it_replaced():
     assert [a.groups for a in world.log if isinstance(a, TrainGroups)] == [(2, 3, 4, 5)]
 
 
+def test_at_its_deadline_an_evaluation_is_recorded_without_who_is_late_and_the_round_has_its_own():
+    late = {"eval_deadline_s": 30.0, "batch_deadline_s": 10.0, "on_deadline": "replace"}
+    world = World(make(num_batches=1, evals=["e0", "e1", "e2"], max_running=2, **late))
+    stuck = world.orders[1]
+    world.end(world.orders[0], now=1.0)
+    assert world.scheduler.wake_at_s == 30.0
+    world.feed(Tick(29.9))
+    assert not any(isinstance(a, CancelEpisode) for a in world.log)
+    world.feed(Tick(30.0))
+    assert {a.episode for a in world.log if isinstance(a, CancelEpisode)} == {order.episode for order in world.orders}
+    assert stuck in world.orders and not any(isinstance(a, DropGroup) for a in world.log)
+    for order in world.orders[:]:
+        world.end(order, now=30.0, reason=Reason.DEADLINE, reward=None)
+    assert [a.index for a in world.log if isinstance(a, RecordEval)] == [0]
+    assert world.scheduler.wake_at_s == 10.0 and world.scheduler.deadlines == 0, "no deadline of a batch was met"
+
+
 def test_episodes_that_never_started_do_not_hold_the_deadline_back():
     world = World(make(num_batches=1, group_size=4, max_running=2, batch_deadline_s=10.0))
     world.feed(Tick(10.0))

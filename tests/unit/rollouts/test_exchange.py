@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from everlong.rollouts.gateway.chat_completions import Refusal
 from everlong.rollouts.gateway.exchange import Exchange
+from everlong.rollouts.gateway.refusals import Refusal
 
 
 class Wire:

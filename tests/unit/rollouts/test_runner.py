@@ -120,7 +120,7 @@ async def test_an_answered_task_is_graded_and_every_turn_is_in_the_journal_first
     episode = await world.run()
     assert (episode.reason, episode.reward, episode.error) == (Reason.DONE, 1.0, "")
     assert world.journal.facts == [("turn 0", 10), ("turn 1", 5)]
-    assert episode.metrics == {"forks": 0.0, "cut_calls": 0.0, "uncounted_calls": 0.0}
+    assert episode.metrics == {"forks": 0.0, "stripped_prompts": 0.0, "cut_calls": 0.0, "uncounted_calls": 0.0}
 
 
 async def test_a_failed_task_has_a_reward_of_0_that_teaches(task: HarborTask):
@@ -366,3 +366,22 @@ async def test_the_agents_sandbox_gets_the_time_to_live_of_the_run(task: HarborT
 
     episode = await World(task, ttl_s=1000.0, respond=outlive).run()
     assert episode.reason is Reason.SANDBOX_CRASH and episode.reward is None
+
+
+class Deaf:
+    """Works on, whatever is asked of it; later calls fail at once, without a moment in which others could run."""
+
+    async def run(self, task, session, sandbox):
+        await session.chat([Message(role="user", content="hi")])
+        while True:
+            try:
+                await sandbox.exec(Command(argv=("echo", "on"), timeout_s=1))
+                await asyncio.sleep(3600)
+            except BaseException:
+                continue
+
+
+async def test_a_harness_that_swallows_its_time_limit_ends_with_it_and_is_graded(task, monkeypatch):
+    monkeypatch.setattr("everlong.rollouts.runner.GRACE_S", 0.05)
+    episode = await World(task, harness=Deaf(), agent_timeout_s=0.2).run()
+    assert (episode.reason, episode.reward, len(episode.turns)) == (Reason.AGENT_TIMEOUT, 1.0, 1)

@@ -27,7 +27,7 @@ from everlong.contracts.tokens import STREAMS, TokenColumns
 from everlong.engines.scripted import Fault, ScriptedEngine
 from everlong.rollouts.gateway.session import ContextFull, Session, SessionClosed, SessionLimits, TurnLimit
 from everlong.rollouts.messages import Message, ToolCall
-from everlong.rollouts.renderers.chatml import ChatML, ParsedTurn
+from everlong.rollouts.renderers.chatml import ChatML, ParsedTurn, Thinking
 from everlong.rollouts.renderers.tokenizers import ByteTokenizer
 from everlong.trajectories.tree import EpisodeTree
 
@@ -77,6 +77,9 @@ class BareRenderer:
 
     def parse(self, ids, turn, *, cut=False):
         return ParsedTurn(content=self.tokenizer.decode(ids))
+
+    def thinking(self, ids):
+        return Thinking(num_opened=0, num_sampled=0, separable=True)
 
     def answer(self, message):
         return self.tokenizer.encode(message.content)
@@ -144,7 +147,9 @@ def reply(
     return answer
 
 
-def make_session(engine, renderer, journal: Journal | None = None, *, max_tokens=64, max_turns=8, max_context=1000):
+def make_session(
+    engine, renderer, journal: Journal | None = None, *, max_tokens=64, max_turns=8, max_context=1000, **more
+):
     return Session(
         ORDER,
         engine=engine,
@@ -153,6 +158,7 @@ def make_session(engine, renderer, journal: Journal | None = None, *, max_tokens
         run_seed=7,
         limits=SessionLimits(max_turns=max_turns, max_context=max_context),
         journal=journal or Journal(),
+        **more,
     )
 
 

@@ -12,7 +12,9 @@ import posixpath
 from collections.abc import Iterable
 from pathlib import Path
 
-from everlong.contracts.errors import Reason, SandboxError
+import msgspec
+
+from everlong.contracts.errors import Reason, SandboxError, WorkspaceTooLarge
 from everlong.contracts.ports import Command, ExecResult, Mount, Sandbox, SandboxBackend, SandboxSpec
 from everlong.contracts.records import MAX_REWARD, Verdict
 from everlong.environments.tasks.content_hash import content_hash
@@ -41,7 +43,8 @@ _PINNED_ENV = {
 async def grade(task: HarborTask, sandbox: Sandbox) -> Verdict:
     """What the verifier says of the sandbox's workdir. Never raises for a failure of sandbox or verifier: it is the reason.
 
-    A sandbox that dies under the verifier is tried again on a new copy, three times in all.
+    A sandbox that dies under the verifier is tried again on a new copy, three times in all. An agent that left more than its
+    limits allow to be copied gets 0 and the flag `workspace_too_large`.
     """
     if await asyncio.to_thread(content_hash, Path(task.task.folder)) != task.task.content_hash:
         return Verdict(
@@ -55,6 +58,8 @@ async def grade(task: HarborTask, sandbox: Sandbox) -> Verdict:
     for attempt in range(_ATTEMPTS):
         try:
             return await _grade_copy(task, sandbox, f"{sandbox.name}-grade-{attempt}", flags)
+        except WorkspaceTooLarge as error:
+            return Verdict(reward=0.0, flags=(*flags, "workspace_too_large"), output=str(error))
         except SandboxError as error:
             failures.append(str(error))
     return Verdict(reward=None, reason=Reason.SANDBOX_CRASH, flags=flags, output="\n".join(failures))
@@ -108,14 +113,16 @@ async def _planted(sandbox: Sandbox) -> tuple[str, ...]:
 
 
 async def _grade_copy(task: HarborTask, sandbox: Sandbox, name: str, flags: tuple[str, ...]) -> Verdict:
-    timeout_s = task.task.verifier_timeout_s
+    timeout_s, limits = task.task.verifier_timeout_s, task.task.limits
+    # A workdir that is full must not take from the verifier the room in which it works.
+    limits = msgspec.structs.replace(limits, disk_mb=2 * limits.disk_mb)
     spec = SandboxSpec(
         name=name,
         workdir=task.task.workdir,
         env={**task.task.env, **_PINNED_ENV, **task.verifier_env},
         mounts=(Mount(source=task.tests, target="/tests"),),
         writable=(VERDICT_FOLDER,),
-        limits=task.task.limits,
+        limits=limits,
         network=task.task.network,
         ttl_s=timeout_s + 2 * MARGIN_S,
     )

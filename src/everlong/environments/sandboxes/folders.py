@@ -1,4 +1,4 @@
-"""Files of a sandbox seen from outside: trees are copied and removed, and paths are walked, without following its links out.
+"""Files of a sandbox seen from outside: paths are walked without following its links out.
 
 What lies in a sandbox was made by an agent: links may point anywhere and a pipe would block its reader. So every path is
 walked one name at a time with O_NOFOLLOW, and links are resolved here, with the sandbox's own root as their root.
@@ -7,12 +7,9 @@ walked one name at a time with O_NOFOLLOW, and links are resolved here, with the
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import posixpath
-import shutil
 import stat
-import subprocess
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +17,9 @@ from pathlib import Path
 
 from everlong.contracts.errors import SandboxError
 
-FICLONE = 0x40049409
 _MAX_LINKS = 40
+_MAX_FOLDERS = 128
+"""Each folder on the way is held open. A link of the agent's may ask for thousands, and every file of the run has one table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +100,8 @@ class Territory:
                     self._check_inside(path, f"{here}/{name}")
                     yield folder, name
                     return
+                if len(trail) > _MAX_FOLDERS:
+                    raise SandboxError(f"{path} leads through more than {_MAX_FOLDERS} folders")
                 trail.append((self._enter(folder, name, f"{here}/{name}", path, create), name))
             raise FileNotFoundError(errno.ENOENT, "not a regular file", path)
         finally:
@@ -145,87 +145,3 @@ def _readlink(name: str, folder: int) -> str | None:
         if error.errno in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR):
             return None
         raise
-
-
-def copy_tree(source: Path, target: Path, owner: int | None) -> None:
-    """Copy what is in `source` into the folder `target`: modes, times and links as they are, no link followed.
-
-    Pipes, sockets and devices are left out, set-user-id bits dropped, holes kept, blocks shared where the file system can.
-    """
-    folders = [(source, target)]
-    stack = [(source, target)]
-    while stack:
-        here, there = stack.pop()
-        with os.scandir(here) as entries:
-            for entry in entries:
-                copy = there / entry.name
-                mode = entry.stat(follow_symlinks=False).st_mode
-                if stat.S_ISLNK(mode):
-                    os.symlink(os.readlink(entry.path), copy)
-                elif stat.S_ISDIR(mode):
-                    copy.mkdir()
-                    folders.append((Path(entry.path), copy))
-                    stack.append((Path(entry.path), copy))
-                elif stat.S_ISREG(mode):
-                    _copy_file(entry.path, copy)
-                    _copy_status(Path(entry.path), copy)
-                else:
-                    continue
-                if owner is not None:
-                    os.chown(copy, owner, owner, follow_symlinks=False)
-    # Last and from below: a folder may be read-only, and writing into it changes its time.
-    for folder, copy in reversed(folders[1:]):
-        _copy_status(folder, copy)
-
-
-def _copy_status(source: Path, target: Path) -> None:
-    status = source.stat(follow_symlinks=False)
-    target.chmod(stat.S_IMODE(status.st_mode) & 0o1777)
-    os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-def _copy_file(source: str, target: Path) -> None:
-    with open(source, "rb", buffering=0) as reader, open(target, "xb", buffering=0) as writer:
-        try:
-            fcntl.ioctl(writer, FICLONE, reader.fileno())
-            return
-        except OSError:
-            pass
-        size, start = os.fstat(reader.fileno()).st_size, 0
-        writer.truncate(size)
-        while (piece := _next_data(reader.fileno(), start, size)) is not None:
-            start, end = piece
-            writer.seek(start)
-            while start < end:
-                sent = os.sendfile(writer.fileno(), reader.fileno(), start, end - start)
-                if sent == 0:
-                    return
-                start += sent
-
-
-def _next_data(fd: int, start: int, size: int) -> tuple[int, int] | None:
-    if start >= size:
-        return None
-    try:
-        begin = os.lseek(fd, start, os.SEEK_DATA)
-    except OSError as error:
-        if error.errno == errno.ENXIO:
-            return None
-        raise
-    return begin, os.lseek(fd, begin, os.SEEK_HOLE)
-
-
-def remove_tree(path: Path) -> None:
-    """Remove a tree however deep and whatever its modes. Raises SandboxError when something is left."""
-    if not path.is_dir():
-        return
-    try:
-        shutil.rmtree(path)
-        return
-    except (OSError, RecursionError):
-        pass
-    # A folder without permissions, or thousands of them in each other: the system's tools go through both.
-    subprocess.run(["chmod", "-R", "u+rwx", "--", str(path)], capture_output=True, check=False)
-    done = subprocess.run(["rm", "-rf", "--", str(path)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SandboxError(f"cannot remove {path}: {done.stderr.strip()[:500]}")

@@ -41,6 +41,7 @@ SAMPLE_S = 0.1
 """Memory and processes are looked at this often: what a command can grow within it is the overshoot."""
 DISK_SAMPLE_S = 1.0
 SHM_BYTES = 64 << 20
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 HOST_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 HOST_ETC = (
     "alternatives", "ca-certificates", "debian_version", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "mime.types",
@@ -454,17 +455,7 @@ class Supervisor:
             self.note = b"[sandbox] disk limit of %d MB exceeded\n" % (allowed >> 20)
 
     def disk_bytes(self):
-        total, stack = 0, [self.request["seen_root"] + path for path in self.request["folders"]]
-        while stack:
-            try:
-                with os.scandir(stack.pop()) as entries:
-                    for entry in entries:
-                        total += entry.stat(follow_symlinks=False).st_blocks * 512
-                        if entry.is_dir(follow_symlinks=False):
-                            stack.append(entry.path)
-            except OSError:
-                continue
-        return total
+        return sum(tree_bytes(self.request["seen_root"] + path) for path in self.request["folders"])
 
     def exit_code(self):
         if self.timed_out:
@@ -473,6 +464,58 @@ class Supervisor:
             return 128 + SIGKILL
         code = os.waitstatus_to_exitcode(self.status)
         return code if code >= 0 else 128 - code
+
+
+def tree_bytes(top):
+    """Blocks of all that lies below a folder, walked with one folder open at a time: a whole path ends at 4096 bytes, and what
+    lies deeper would not count. A folder that is moved meanwhile ends the walk early; after the command none is."""
+    try:
+        here = os.open(top, FOLDER)
+    except OSError:
+        return 0
+    total, folders = list_folder(here)
+    way = [(os.fstat(here), folders)]
+    try:
+        while way:
+            status, folders = way[-1]
+            if not os.path.samestat(os.fstat(here), status):
+                return total
+            if folders:
+                try:
+                    inner = os.open(folders.pop(), FOLDER, dir_fd=here)
+                except OSError:
+                    continue
+                here = replace_fd(here, inner)
+                size, below = list_folder(here)
+                total += size
+                way.append((os.fstat(here), below))
+            else:
+                way.pop()
+                here = replace_fd(here, os.open("..", FOLDER, dir_fd=here))
+    except OSError:
+        pass
+    finally:
+        os.close(here)
+    return total
+
+
+def replace_fd(old, new):
+    os.close(old)
+    return new
+
+
+def list_folder(fd):
+    """Blocks of what is in a folder itself, and the names of the folders in it."""
+    total, folders = 0, []
+    try:
+        with os.scandir(fd) as entries:
+            for entry in entries:
+                total += entry.stat(follow_symlinks=False).st_blocks * 512
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.name)
+    except OSError:
+        pass
+    return total, folders
 
 
 def resident_bytes(pid):

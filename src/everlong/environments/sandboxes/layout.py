@@ -8,7 +8,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from everlong.contracts.ports import Mount, SandboxSpec
-from everlong.environments.sandboxes.folders import Territory, copy_tree, is_below
+from everlong.environments.sandboxes.folders import Territory, is_below
+from everlong.environments.sandboxes.trees import TreeSize, copy_tree
 
 TMP = "/tmp"
 _TAKEN = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/proc", "/dev", "/sys", "/var/tmp")
@@ -48,16 +49,19 @@ def check_spec(spec: SandboxSpec) -> None:
         raise ValueError(f"ttl_s of sandbox {spec.name} must be > 0 or None, got {spec.ttl_s}")
 
 
-def lay_out(home: Path, territory: Territory, workdir: str, source: Path | None) -> None:
-    """Make the folders and fill the workdir with a copy of `source`."""
+def lay_out(
+    home: Path, territory: Territory, workdir: str, source: Path | None, room: TreeSize | None = None
+) -> TreeSize:
+    """Make the folders and fill the workdir with a copy of `source`; gives its size. Raises WorkspaceTooLarge beyond `room`."""
     home.mkdir()
     (home / "mountpoint").mkdir()
     for path in territory.folders:
         territory.host(path).mkdir(parents=True)
     territory.host(TMP).chmod(0o1777)
-    if source is not None:
-        copy_tree(source, territory.host(workdir), territory.owner)
+    nothing = TreeSize()
+    size = nothing if source is None else copy_tree(source, territory.host(workdir), territory.owner, room)
     territory.take(territory.folders)
+    return size
 
 
 def place_mounts(home: Path, territory: Territory, mounts: tuple[Mount, ...], *, caged: bool) -> list[tuple[str, str]]:
@@ -68,7 +72,7 @@ def place_mounts(home: Path, territory: Territory, mounts: tuple[Mount, ...], *,
     """
     placed = []
     for index, mount in enumerate(mounts):
-        source = Path(mount.source).absolute()
+        source = Path(mount.source).resolve()
         if not caged or (territory.owner is not None and not _everybody_reads(source)):
             copy = home / "mounts" / str(index) if caged else territory.host(mount.target)
             copy.mkdir(parents=True)

@@ -27,15 +27,18 @@ from typing import Literal
 from everlong.contracts.errors import SandboxError
 from everlong.contracts.ports import Capabilities, Command, ExecResult, SandboxSpec
 from everlong.contracts.records import Limits
-from everlong.environments.sandboxes.folders import Territory, is_below, remove_tree
+from everlong.environments.sandboxes.folders import Territory, is_below
 from everlong.environments.sandboxes.launching import Launch, Request, compile_launcher, python_candidates
 from everlong.environments.sandboxes.layout import TMP, check_spec, folder_name, lay_out, place_mounts, private_folders
 from everlong.environments.sandboxes.memory_group import remove_group, usable_parent
 from everlong.environments.sandboxes.registry import MARKER, Claim, kill_marked, sweep
+from everlong.environments.sandboxes.trees import TreeSize, remove_tree
 
 AGENT_ID = 65534
 """User and group that commands run as when we are root: the agent must never be root of the host."""
 BASE_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "TZ": "UTC"}
+MAX_ENTRIES = 1_000_000
+"""Names that commands may add to a workdir that is to be copied. No limit of the kernel holds them, and a copy takes a minute."""
 _PROBE_S = 20.0
 _LOG = logging.getLogger(__name__)
 
@@ -73,9 +76,7 @@ class LocalSandbox:
         self._closed = ""
         self._closing: asyncio.Task[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
-        if spec.ttl_s is not None:
-            reason = f"its ttl of {spec.ttl_s:g} s is over"
-            self._expiry = asyncio.get_running_loop().call_later(spec.ttl_s, self._begin_close, reason)
+        self._start_size = TreeSize()
 
     @property
     def name(self) -> str:
@@ -118,25 +119,38 @@ class LocalSandbox:
             raise ValueError(f"a fork starts from its parent's workdir: spec.files must be None, got {spec.files!r}")
         async with self._lock:
             self._check_open()
-            return await self._backend.open(spec, self._territory.host(self._spec.workdir))
+            return await self._backend.open(spec, self._left_workdir(), self._room())
+
+    def _left_workdir(self) -> Path | None:
+        """None where commands removed it, or put something else in its place: then they left nothing."""
+        workdir = self._territory.host(self._spec.workdir)
+        return workdir if workdir.is_dir() and not workdir.is_symlink() else None
+
+    def _room(self) -> TreeSize:
+        """What commands may leave in the workdir: its limits, beyond what it was made with."""
+        start, disk_bytes = self._start_size, self._spec.limits.disk_mb << 20
+        return TreeSize(start.entries + MAX_ENTRIES, start.size_bytes + disk_bytes)
 
     async def close(self) -> None:
         self._begin_close("close was called")
         assert self._closing is not None
         await asyncio.shield(self._closing)
 
-    async def start(self, source: Path | None) -> None:
-        """Make what it needs on the host; after a failure nothing is left."""
+    async def start(self, source: Path | None, room: TreeSize | None = None) -> None:
+        """Make what it needs on the host, then let its ttl begin; after a failure nothing is left."""
         try:
-            await asyncio.to_thread(self._lay_out, source)
+            await asyncio.to_thread(self._lay_out, source, room)
         except BaseException as error:
             await self.close()
             if isinstance(error, OSError):
                 raise SandboxError(f"cannot lay out sandbox {self.name}: {error}") from error
             raise
+        if (ttl_s := self._spec.ttl_s) is not None and self._closing is None:
+            reason = f"its ttl of {ttl_s:g} s is over"
+            self._expiry = asyncio.get_running_loop().call_later(ttl_s, self._begin_close, reason)
 
-    def _lay_out(self, source: Path | None) -> None:
-        lay_out(self._home, self._territory, self._spec.workdir, source)
+    def _lay_out(self, source: Path | None, room: TreeSize | None) -> None:
+        self._start_size = lay_out(self._home, self._territory, self._spec.workdir, source, room)
         self._mounts = place_mounts(self._home, self._territory, self._spec.mounts, caged=self._caged)
         if self._memory_group is not None:
             self._backend.claim.make_group(self._memory_group, self._spec.limits.memory_mb << 20)
@@ -231,17 +245,17 @@ class LocalBackend:
         return (await self._find())[1]
 
     async def create(self, spec: SandboxSpec) -> LocalSandbox:
-        return await self.open(spec, Path(spec.files) if spec.files is not None else None)
+        return await self.open(spec, Path(spec.files).resolve() if spec.files is not None else None)
 
-    async def open(self, spec: SandboxSpec, source: Path | None) -> LocalSandbox:
-        """A sandbox whose workdir holds a copy of `source`."""
+    async def open(self, spec: SandboxSpec, source: Path | None, room: TreeSize | None = None) -> LocalSandbox:
+        """A sandbox whose workdir holds a copy of `source`. Raises WorkspaceTooLarge where that is beyond `room`."""
         check_spec(spec)
         place, _ = await self._find()
         if spec.name in self._sandboxes:
             raise SandboxError(f"a sandbox named {spec.name!r} is open already: names are unique within a backend")
         sandbox = LocalSandbox(self, spec, self.claim.folder / folder_name(spec.name), place)
         self._sandboxes[spec.name] = sandbox
-        await sandbox.start(source)
+        await sandbox.start(source, room)
         return sandbox
 
     def forget(self, sandbox: LocalSandbox) -> None:

@@ -16,8 +16,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from everlong.environments.sandboxes.folders import remove_tree
 from everlong.environments.sandboxes.memory_group import make_group, remove_group
+from everlong.environments.sandboxes.trees import remove_tree
 
 MARKER = "EVERLONG_SANDBOX"
 """Environment variable by which a sandbox's processes are found where no namespace holds them together."""

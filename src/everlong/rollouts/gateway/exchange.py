@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from starlette.types import Receive, Scope, Send
 
-from everlong.rollouts.gateway.chat_completions import Refusal, invalid
+from everlong.rollouts.gateway.refusals import Refusal, invalid
 
 _SETTLE_TURNS = 4
 """Turns of the event loop within which a connection that broke under a write is reported."""
@@ -15,6 +15,7 @@ _SETTLE_TURNS = 4
 
 class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
         self._receive, self._send = receive, send
         self._headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         self._watch: asyncio.Task[None] | None = None
@@ -24,13 +25,17 @@ class Exchange:
 
     @property
     def key(self) -> str:
-        """The API key, empty where there is none."""
+        """The API key, as OpenAI's or as Anthropic's clients send it; empty where there is none."""
         scheme, _, key = self._headers.get(b"authorization", "").partition(" ")
-        return key.strip() if scheme.lower() == "bearer" else ""
+        return key.strip() if scheme.lower() == "bearer" else self._headers.get(b"x-api-key", "").strip()
+
+    @property
+    def from_anthropic_client(self) -> bool:
+        return b"anthropic-version" in self._headers
 
     async def body(self, limit: int) -> bytes:
         """Raises Refusal above `limit` bytes, without keeping more than that."""
-        refusal = Refusal(413, "invalid_request_error", f"a body may have {limit} bytes", code="body_too_large")
+        refusal = Refusal(413, f"a body may have {limit} bytes", code="body_too_large")
         declared = self._headers.get(b"content-length", "")
         if declared.isdigit() and int(declared) > limit:
             raise refusal

