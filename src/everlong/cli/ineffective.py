@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from everlong.contracts.config import Config
+from everlong.orchestrator.config import RoundsConfig
 
 if TYPE_CHECKING:
     from everlong.cli.config import RunConfig
@@ -111,7 +112,7 @@ def _rules(config: RunConfig) -> Iterator[Ineffective]:
     if config.kl.type != "none" and config.sampling.top_p == 1 and not config.sampling.top_k:
         why = "with sampling.top_p=1 and sampling.top_k=0, which truncate nothing: leave it out, or set one"
         yield Ineffective("kl.support", "sampling.top_p", why)
-    if config.schedule.batch_deadline_s is None:
+    if isinstance(config.schedule, RoundsConfig) and config.schedule.batch_deadline_s is None:
         why = "with schedule.batch_deadline_s=None: leave it out, or set a deadline"
         yield Ineffective("schedule.on_deadline", "schedule.batch_deadline_s", why)
     if not config.warmup.num_batches:

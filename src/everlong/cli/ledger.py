@@ -13,9 +13,10 @@ from everlong.ledger import Decile, check_ledger
 
 
 def _losses(deciles: Sequence[Decile]) -> Table:
-    table = Table("episodes of", "ended", "lost", title="lost by length", title_justify="left")
+    table = Table("episodes of", "ended", "lost", "tokens too old", title="lost by length", title_justify="left")
     for decile in deciles:
-        table.add_row(decile.name, str(decile.episodes), f"{decile.lost} ({decile.loss_rate:.0%})")
+        old = f"{decile.over_age} ({decile.over_age_rate:.0%})"
+        table.add_row(decile.name, str(decile.episodes), f"{decile.lost} ({decile.loss_rate:.0%})", old)
     return table
 
 

@@ -63,6 +63,8 @@ SOFT = {"credit.overlong.type": "soft"}
 KL = {"kl.type": "loss"}
 GVISOR = {"sandbox.type": "gvisor"}
 MUON = {"optimizer.type": "muon"}
+PARTIAL = {"schedule.type": "partial"}
+ASYNC = {"schedule.type": "async"}
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,12 @@ CHANGES = {
     "warmup.num_batches": Change(2),
     "warmup.traces_per_batch": Change(3),
     "warmup.num_tasks": Change(1),
+    "schedule.type": Change("async"),
+    "schedule.completion": Change(0.5, PARTIAL),
+    "schedule.max_staleness": Change(3, ASYNC),
+    "schedule.on_over_age": Change("mask", ASYNC),
+    "schedule.publish_every": Change(2, ASYNC),
+    "schedule.group_deadline_s": Change(None, ASYNC),
     "schedule.num_batches": Change(5),
     "schedule.groups_per_batch": Change(3),
     "schedule.group_size": Change(5),
@@ -431,6 +439,8 @@ SCRIPTED = (
     {"model.type": "scripted", "schedule.num_batches": 2, "schedule.group_size": 16},
     {"model.type": "scripted", "sampling.max_tokens": 4, **SOFT},
     {"model.type": "scripted", "schedule.batch_deadline_s": 1e-3},
+    {"model.type": "scripted", "schedule.num_batches": 2, **PARTIAL},
+    {"model.type": "scripted", "schedule.num_batches": 2, **ASYNC},
 )
 """Runs of the control process in which rewards differ, in which all are 0, and in which a deadline passes."""
 
@@ -552,6 +562,10 @@ def test_an_option_without_effect_beside_others_is_refused(change: dict[str, Any
         ({"schedule.group_size": 1}, "nothing would train"),
         ({"engine.max_context": 5000}, "exceeds the 4096 positions"),
         ({"engine.cache_tokens": 1024}, "must hold one request of the whole context"),
+        ({**ASYNC, **REINFORCE}, "schedule.type=async trains tokens of older policy versions, and loss.type=reinforce"),
+        ({**PARTIAL, **REINFORCE}, "schedule.type=partial trains tokens of older .*set ratio.correction.type"),
+        ({**ASYNC, **PROXIMAL}, "takes the trainer's own logprobs for the sampler's"),
+        ({**ASYNC, "schedule.publish_every": 4}, "publish at least every 2 batches"),
         ({"loss.type": "dr_grpo"}, "dr_grpo is defined on credit without deviation, got credit.scale=std_sample"),
         ({"weights.store": "memory://"}, "does not outlive it"),
     ],
@@ -560,3 +574,17 @@ def test_an_option_without_effect_beside_others_is_refused(change: dict[str, Any
 def test_settings_that_do_not_fit_together_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         RunConfig.model_validate(settings(SMALL, change))
+
+
+@pytest.mark.parametrize(
+    "settings_of_run",
+    [
+        {**ASYNC, **GRPO},
+        {**PARTIAL, **TRUNCATION},
+        {**ASYNC, **MIS_PO},
+        {**ASYNC, **REINFORCE, "schedule.max_staleness": 0},
+    ],
+    ids=str,
+)
+def test_old_tokens_are_taken_where_something_weighs_them_or_none_can_be_old(settings_of_run: dict[str, Any]) -> None:
+    RunConfig.model_validate(settings(SMALL, settings_of_run))
