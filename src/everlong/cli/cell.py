@@ -30,7 +30,7 @@ FACTORY = "everlong.cli.cell:build_cell"
 def build_cell(config_path: str) -> Cell:
     """The cell of the run whose resolved config lies at this path."""
     folder = RunFolder(Path(config_path).parent)
-    config = folder.read_config()
+    config = folder.open()
     store = open_store(folder.store_url(config))
     source = find_model(config.model)
     build = _scripted_cell if isinstance(config.model, ScriptedModel) else _torch_cell
