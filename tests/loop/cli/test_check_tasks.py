@@ -24,5 +24,9 @@ def test_every_problem_is_one_line_however_much_was_printed(tmp_path: Path, caps
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and max(map(len, lines)) < 500
     assert lines[0].startswith(f"{unread}: ") and "task.toml" in lines[0]
-    assert lines[1].startswith("terminal/write-word/") and "solve.sh ended with exit code 1" in lines[1]
+    assert (
+        lines[1].startswith("terminal/write-word/")
+        and "solve.sh ended with exit code 1" in lines[1]
+        and "[line 500]" in lines[1]
+    )
     assert lines[2] == "1 of 3 tasks are proven: oracle 1 and empty run 0, once each"
