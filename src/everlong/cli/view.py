@@ -51,16 +51,8 @@ def view_command(run: Path, episode: str, wanted: Wanted, limit: int | None, eve
 
 
 def _listing(views: list[EpisodeView]) -> Table:
-    # an id that was cut could not be copied, neither one that was broken
-    table = Table(
-        Column("episode", no_wrap=True),
-        Column("task", overflow="fold"),
-        "state",
-        "reason",
-        "reward",
-        "turns' tokens",
-        "trained",
-    )
+    # an id that was cut or broken could not be copied
+    table = Table(Column("episode", no_wrap=True), "task", "state", "reason", "reward", "turns' tokens", "trained")
     for view in views:
         reward = "–" if view.reward is None else f"{view.reward:g}"
         table.add_row(

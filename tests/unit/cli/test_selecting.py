@@ -1,13 +1,25 @@
 """Which episodes `everlong view` lists."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from everlong.cli.config import RunConfig
+from everlong.cli.run_folder import RunFolder
 from everlong.cli.selecting import Wanted, select_episodes
 from everlong.cli.view import view_command
 from everlong.contracts.records import Purpose
-from everlong.ledger import BatchView, EpisodeState, EpisodeView, GroupView
+from everlong.ledger import (
+    BatchView,
+    EpisodeStarted,
+    EpisodeState,
+    EpisodeView,
+    GroupOpened,
+    GroupView,
+    Ledger,
+    RunStarted,
+)
 
 
 def view(name: str, group: int, task: str, reward: float | None, purpose=Purpose.TRAIN) -> EpisodeView:
@@ -82,3 +94,42 @@ def test_what_does_not_exist_is_an_error_that_names_what_does(wanted: dict, mess
 def test_a_limit_that_means_nothing_is_refused(tmp_path, limit: int, every: bool, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         view_command(tmp_path, "", Wanted(), limit, every)
+
+
+@pytest.fixture
+def run_of_250(tmp_path: Path) -> Path:
+    folder = RunFolder(tmp_path)
+    folder.create(RunConfig())
+    ledger = Ledger.open(folder.ledger)
+    group = GroupOpened(purpose=Purpose.TRAIN, group=0, task="terminal/write-word/17", content_hash="")
+    starts = [
+        EpisodeStarted(
+            episode=f"train-000000-{n:03d}", group=0, attempt=n, purpose=Purpose.TRAIN, task=group.task, incarnation=0
+        )
+        for n in range(250)
+    ]
+    ledger.append(RunStarted(seed=0, config_hash="", tasks_hash=""), group, *starts)
+    ledger.close()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("limit", "every", "rows", "said"),
+    [
+        (None, False, 200, "showing 200 of 250 episodes, the last ones; --all shows every one"),
+        (3, False, 3, "showing 3 of 250 episodes, the last ones; --all shows every one"),
+        (None, True, 250, "showing 250 of 250 episodes"),
+    ],
+)
+def test_how_many_of_how_many_are_listed_is_said(
+    run_of_250: Path, limit: int | None, every: bool, rows: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view_command(run_of_250, "", Wanted(), limit, every)
+    printed = capsys.readouterr().out
+    assert printed.count("train-000000-") == rows and "train-000000-249" in printed
+    assert printed.splitlines()[-1] == said
+
+
+def test_an_option_that_chooses_episodes_is_refused_beside_one_episode(run_of_250: Path) -> None:
+    with pytest.raises(ValueError, match="have no effect on one of them"):
+        view_command(run_of_250, "train-000000-000", Wanted(reward=1.0), None, False)
