@@ -66,7 +66,7 @@ class _Making:
     @classmethod
     def of(cls, config_path: str) -> _Making:
         folder = RunFolder(Path(config_path).parent)
-        config = folder.read_config()
+        config = folder.open()
         return cls(config, find_model(config.model), open_store(folder.store_url(config)), folder)
 
     def prepare(self, share: int) -> None:

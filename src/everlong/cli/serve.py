@@ -23,7 +23,7 @@ console = Console(stderr=True, highlight=False)
 
 def serve_command(run: Path, host: str, port: int, version: int | None, key: str, allow_remote: bool) -> None:
     folder = RunFolder(run)
-    config = folder.read_config()
+    config = folder.open()
     server = GatewayServer(host, port, model=folder.path.resolve().name, allow_remote=allow_remote)
     asyncio.run(_serve(config, folder, server, version, key or None))
 

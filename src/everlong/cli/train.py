@@ -10,10 +10,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from everlong.cli.absolute import absolute_paths
 from everlong.cli.arguments import DRY_RUN, parse_config
 from everlong.cli.compose import open_control
 from everlong.cli.config import RunConfig
 from everlong.cli.event_loop import run_to_the_end
+from everlong.cli.origin import origin_of, refuse_other_tasks
 from everlong.cli.quickstart import prepare_quickstart
 from everlong.cli.reporting import success_lines, write_run_report
 from everlong.cli.run_folder import RunFolder
@@ -21,7 +23,7 @@ from everlong.cli.sinks import open_sinks
 from everlong.cli.store_owner import claim_store, refuse_taken_store
 from everlong.cli.toml import config_text
 from everlong.environments.grading.grader import open_grader
-from everlong.environments.tasks.sources import read_run_tasks
+from everlong.environments.tasks.sources import RunTasks, read_run_tasks
 from everlong.ledger import Ledger, RunFinished
 from everlong.models.config import OwnModel, ScriptedModel
 from everlong.models.source import find_model
@@ -62,9 +64,10 @@ def _start(config: RunConfig, *, dry: bool) -> None:
     _check_own_parts(config)
     refuse_taken_store(config, folder)
     prepare_quickstart(config, folder)
-    _check_tasks(config)
+    tasks = _check_tasks(config)
+    config = absolute_paths(config)
     claim_store(config, folder)
-    folder.create(config)
+    folder.create(config, origin_of(tasks))
     console.print(f"run {folder.path}")
     _drive(config, folder, resume=False)
 
@@ -77,7 +80,7 @@ def _check_own_parts(config: RunConfig) -> None:
         find_model(config.model)
 
 
-def _check_tasks(config: RunConfig) -> None:
+def _check_tasks(config: RunConfig) -> RunTasks:
     """Before anything of the run exists. Raises ValueError for tasks that cannot be read, and for none."""
     tasks = read_run_tasks(config.tasks)
     if not len(tasks.train) and (config.schedule.num_batches or config.warmup.num_batches):
@@ -86,16 +89,19 @@ def _check_tasks(config: RunConfig) -> None:
         raise ValueError(
             f"warmup.num_tasks is {config.warmup.num_tasks} and tasks.train holds {len(tasks.train)}: lower it, or set it to None"
         )
+    return tasks
 
 
 def resume_command(path: Path) -> None:
     folder = RunFolder(path)
-    config = folder.read_config()
+    config = folder.open()
     if _is_finished(folder):
         # it may have been killed between its last fact and its report
         console.print(f"finished already: {folder.path}", soft_wrap=True)
         _tell(folder)
         return
+    if (origin := folder.read_origin()) is not None:
+        refuse_other_tasks(origin, read_run_tasks(config.tasks))
     console.print(f"resume {folder.path}")
     _drive(config, folder, resume=folder.ledger.exists())
 
