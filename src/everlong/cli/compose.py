@@ -23,6 +23,7 @@ from everlong.environments.tasks.sources import RunTasks, read_run_tasks
 from everlong.ledger import CallUncounted, EpisodeStore, Ledger, LedgerWriter, RunStarted, TokensDiscarded, TurnSampled
 from everlong.models.numerics_env import prepare_process, required_environment
 from everlong.models.source import find_model
+from everlong.observe import SILENT, Stages
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.cells.supervisor import WorkerProcess
 from everlong.orchestrator.conductor import Parts, RunConductor
@@ -82,23 +83,25 @@ class CellPorts:
 
 
 @asynccontextmanager
-async def open_cell(config: RunConfig, folder: RunFolder) -> AsyncGenerator[CellPorts]:
+async def open_cell(config: RunConfig, folder: RunFolder, stages: Stages = SILENT) -> AsyncGenerator[CellPorts]:
     """The cell in a process of its own, or in this one."""
     if config.worker == "inline":
         prepare_process(config.numerics)
-        cell = build_cell(str(folder.config))
+        with stages.stage(f"loading model {config.model.type}"):
+            cell = build_cell(str(folder.config))
         assert cell.trainer is not None
         try:
             yield CellPorts(cell.engine, cell.trainer, None)
         finally:
             await cell.close()
         return
-    worker = await WorkerProcess.start(
-        factory=FACTORY,
-        config=folder.config,
-        run_folder=folder.path,
-        environment=required_environment(config.numerics),
-    )
+    with stages.stage(f"starting the worker, which loads model {config.model.type}"):
+        worker = await WorkerProcess.start(
+            factory=FACTORY,
+            config=folder.config,
+            run_folder=folder.path,
+            environment=required_environment(config.numerics),
+        )
     try:
         yield CellPorts(worker.engine, worker.trainer, worker)
     finally:
@@ -117,10 +120,11 @@ class Control:
 
 @asynccontextmanager
 async def open_control(
-    config: RunConfig, folder: RunFolder, metrics: MetricSink, clock, *, resume: bool
+    config: RunConfig, folder: RunFolder, metrics: MetricSink, clock, *, resume: bool, stages: Stages = SILENT
 ) -> AsyncGenerator[Control]:
     """Everything open and brought to where the ledger says the run stands; closed in the other order."""
-    tasks = read_run_tasks(config.tasks)
+    with stages.stage("reading the tasks"):
+        tasks = read_run_tasks(config.tasks)
     async with AsyncExitStack() as stack:
         ledger = Ledger.open(folder.ledger)
         stack.callback(ledger.close)
@@ -130,10 +134,11 @@ async def open_control(
         backend = open_backend(config.sandbox, folder.path)
         stack.push_async_callback(backend.close)
         await check_verdict_paths(tasks.by_id().values(), backend)
-        cell = await stack.enter_async_context(open_cell(config, folder))
-        conductor = RunConductor(_parts(config, folder, tasks, writer, backend, cell, metrics, clock))
+        cell = await stack.enter_async_context(open_cell(config, folder, stages))
+        conductor = RunConductor(_parts(config, folder, tasks, writer, backend, cell, metrics, clock, stages))
         if resume:
-            await conductor.recover(lambda batch: is_checkpoint_due(batch, config.schedule, config.warmup))
+            with stages.stage("restoring the trainer, and training again what its checkpoint lacks"):
+                await conductor.recover(lambda batch: is_checkpoint_due(batch, config.schedule, config.warmup))
         else:
             await cell.trainer.restore()
         scheduler = RoundScheduler(
@@ -172,6 +177,7 @@ def _parts(
     cell: CellPorts,
     metrics: MetricSink,
     clock,
+    stages: Stages,
 ) -> Parts:
     store = open_store(folder.store_url(config))
     sampling = make_sampling(config, cell.engine)
@@ -186,7 +192,13 @@ def _parts(
         grader=open_grader(config.grading),
     )
     traces = OracleTraces(
-        tasks.train, renderer=sampling.renderer, harness=harness, backend=backend, store=store, config=config
+        tasks.train,
+        renderer=sampling.renderer,
+        harness=harness,
+        backend=backend,
+        store=store,
+        config=config,
+        stages=stages,
     )
     return Parts(
         run_episode=runner.run,
