@@ -60,9 +60,9 @@ def _check_place(option: str, path: Path) -> None:
     if not place.is_dir():
         raise ValueError(f"{option} {path}: a folder was expected, and {place} is none: name another place")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"{option} {path}: {place} cannot be written by this user: change its permissions, or name another place"
-        )
+        is_read_only = os.statvfs(place).f_flag & os.ST_RDONLY
+        why = "lies on a file system that is read-only" if is_read_only else "cannot be written by this user"
+        raise ValueError(f"{option} {path}: {place} {why}: name another place, or make it writable")
 
 
 def _check_parts(config: RunConfig) -> None:
