@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -35,6 +36,7 @@ def parse_config(arguments: Sequence[str], command: str = "train") -> RunConfig:
 
     arguments = _apart(arguments)
     _refuse_repeats(arguments)
+    _refuse_loose_files(arguments, command)
     default = None if any(word.startswith("@") for word in arguments) else quickstart_config(_model_type(arguments))
     try:
         with options_given(_settings(arguments)):
@@ -66,6 +68,16 @@ def _refuse_repeats(arguments: Sequence[str]) -> None:
     for option, count in Counter(options).items():
         if count > 1:
             raise ValueError(f'option {option} is given {count} times: give it once, several paths as \'["a", "b"]\'')
+
+
+def _refuse_loose_files(arguments: Sequence[str], command: str) -> None:
+    """A file that no @ stands before, where no option takes it. Raises ValueError that shows the form."""
+    for before, word in pairwise(["", *arguments]):
+        takes_it = before.startswith("--") and not before.startswith("--no-") and "=" not in before
+        if word.startswith(("-", "@")) or before == "@" or takes_it:
+            continue
+        if word.endswith(".toml") or Path(word).is_file():
+            raise ValueError(f"a file of settings comes after @: `everlong {command} @ {word}`")
 
 
 def _model_type(arguments: Sequence[str]) -> str:

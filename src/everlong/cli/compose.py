@@ -23,6 +23,7 @@ from everlong.environments.tasks.sources import RunTasks, read_run_tasks
 from everlong.ledger import CallUncounted, EpisodeStore, Ledger, LedgerWriter, RunStarted, TokensDiscarded, TurnSampled
 from everlong.models.numerics_env import prepare_process, required_environment
 from everlong.models.source import find_model
+from everlong.observe import SILENT, Stages
 from everlong.orchestrator.agenda import is_checkpoint_due
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.cells.supervisor import WorkerProcess
@@ -92,11 +93,14 @@ class CellPorts:
 
 
 @asynccontextmanager
-async def open_cell(config: RunConfig, folder: RunFolder, *, apart: bool = False) -> AsyncGenerator[CellPorts]:
+async def open_cell(
+    config: RunConfig, folder: RunFolder, stages: Stages = SILENT, *, apart: bool = False
+) -> AsyncGenerator[CellPorts]:
     """Engine and trainer in one cell, in a process of its own or in this one; `apart`: in a process each."""
     if config.worker == "inline":
         prepare_process(config.numerics)
-        cell = build_cell(str(folder.config))
+        with stages.stage(f"loading model {config.model.type}"):
+            cell = build_cell(str(folder.config))
         assert cell.engine is not None and cell.trainer is not None
         try:
             yield CellPorts(cell.engine, cell.trainer)
@@ -106,13 +110,14 @@ async def open_cell(config: RunConfig, folder: RunFolder, *, apart: bool = False
     async with AsyncExitStack() as stack:
 
         async def start(factory: str, name: str) -> WorkerProcess:
-            worker = await WorkerProcess.start(
-                factory=factory,
-                config=folder.config,
-                run_folder=folder.path,
-                environment=required_environment(config.numerics),
-                name=name,
-            )
+            with stages.stage(f"starting the {name}, which loads model {config.model.type}"):
+                worker = await WorkerProcess.start(
+                    factory=factory,
+                    config=folder.config,
+                    run_folder=folder.path,
+                    environment=required_environment(config.numerics),
+                    name=name,
+                )
             stack.push_async_callback(worker.close)
             return worker
 
@@ -136,10 +141,11 @@ class Control:
 
 @asynccontextmanager
 async def open_control(
-    config: RunConfig, folder: RunFolder, metrics: MetricSink, clock, *, resume: bool
+    config: RunConfig, folder: RunFolder, metrics: MetricSink, clock, *, resume: bool, stages: Stages = SILENT
 ) -> AsyncGenerator[Control]:
     """Everything open and brought to where the ledger says the run stands; closed in the other order."""
-    tasks = read_run_tasks(config.tasks)
+    with stages.stage("reading the tasks"):
+        tasks = read_run_tasks(config.tasks)
     async with AsyncExitStack() as stack:
         ledger = Ledger.open(folder.ledger)
         stack.callback(ledger.close)
@@ -150,10 +156,11 @@ async def open_control(
         stack.push_async_callback(backend.close)
         await check_verdict_paths(tasks.by_id().values(), backend)
         apart = isinstance(config.schedule, AsyncConfig)
-        cell = await stack.enter_async_context(open_cell(config, folder, apart=apart))
-        conductor = RunConductor(_parts(config, folder, tasks, writer, backend, cell, metrics, clock))
+        cell = await stack.enter_async_context(open_cell(config, folder, stages, apart=apart))
+        conductor = RunConductor(_parts(config, folder, tasks, writer, backend, cell, metrics, clock, stages))
         if resume:
-            await conductor.recover(lambda batch: is_checkpoint_due(batch, config.schedule, config.warmup))
+            with stages.stage("restoring the trainer, and training again what its checkpoint lacks"):
+                await conductor.recover(lambda batch: is_checkpoint_due(batch, config.schedule, config.warmup))
         else:
             await cell.trainer.restore()
         scheduler = make_scheduler(
@@ -192,6 +199,7 @@ def _parts(
     cell: CellPorts,
     metrics: MetricSink,
     clock,
+    stages: Stages,
 ) -> Parts:
     store = open_store(folder.store_url(config))
     sampling = make_sampling(config, cell.engine)
@@ -206,7 +214,13 @@ def _parts(
         grader=open_grader(config.grading),
     )
     traces = OracleTraces(
-        tasks.train, renderer=sampling.renderer, harness=harness, backend=backend, store=store, config=config
+        tasks.train,
+        renderer=sampling.renderer,
+        harness=harness,
+        backend=backend,
+        store=store,
+        config=config,
+        stages=stages,
     )
     return Parts(
         run_episode=runner.run,

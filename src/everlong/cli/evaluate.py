@@ -24,6 +24,7 @@ from everlong.environments.sandboxes.opening import open_backend
 from everlong.environments.sandboxes.registry import scratch_folder
 from everlong.environments.tasks.harbor import HarborTask
 from everlong.environments.tasks.sources import TaskSet, read_tasks
+from everlong.observe import Stages
 from everlong.rollouts.harnesses.opening import open_harness
 from everlong.rollouts.runner import EpisodeRunner
 
@@ -90,12 +91,13 @@ async def evaluate(
     config: RunConfig, folder: RunFolder, tasks: TaskSet, attempts: int, version: int | None
 ) -> EvalResult:
     """Raises NotFound where the run has not published that version, or none at all."""
-    wanted = chosen_version(config, folder, version)
+    wanted, stages = chosen_version(config, folder, version), Stages(Console(stderr=True))
     with scratch_folder("eval") as scratch:
         backend = open_backend(config.sandbox, scratch)
         aside, settings = beside_run(config, folder, scratch)
-        async with open_cell(settings, aside) as cell:
-            status = await cell.engine.update(wanted)
+        async with open_cell(settings, aside, stages) as cell:
+            with stages.stage(f"loading policy version {wanted}"):
+                status = await cell.engine.update(wanted)
             runner = EpisodeRunner(
                 tasks=tasks.by_id(),
                 backend=backend,
@@ -107,6 +109,7 @@ async def evaluate(
             )
             try:
                 await check_verdict_paths(tasks, backend)
+                stages.say(f"running {len(tasks) * attempts} episodes")
                 episodes = await _run_all(runner, tasks, attempts, config.schedule.max_running, status.policy_version)
             finally:
                 await backend.close()

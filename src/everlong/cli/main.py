@@ -12,14 +12,17 @@ from rich.console import Console
 from rich.markup import escape
 
 import everlong
+from everlong.cli.entry import STOPPED
 from everlong.cli.lists import Names, Paths
 from everlong.contracts.errors import EverlongError
+from everlong.contracts.os_errors import explain_os_error
 from everlong.environments.sandboxes.config import Isolation
 
 app = App(
     name="everlong",
     help="Online reinforcement learning for language-model agents whose episodes last hours.",
     version=everlong.__version__,
+    suppress_keyboard_interrupt=False,
 )
 tasks_app = App(name="tasks", help="Make, check and show task folders.")
 ledger_app = App(name="ledger", help="Ask the ledger of a run.")
@@ -283,5 +286,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments)
     except (EverlongError, ValueError, OSError) as error:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
-        console.print("[red]error:[/red]", escape(str(error)))
+        console.print(
+            "[red]error:[/red]", escape(explain_os_error(error) if isinstance(error, OSError) else str(error))
+        )
         sys.exit(2 if isinstance(error, ValueError) else 1)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(STOPPED)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from everlong.cli.config import RunConfig, SamplingConfig
 from everlong.cli.run_folder import RunFolder
+from everlong.contracts.records import Record
 from everlong.environments.tasks.config import TasksConfig
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
 from everlong.models.config import ModelConfig, ScriptedModel, Smollm2Model, ToyModel
+from everlong.observe import SILENT, Stages
 from everlong.orchestrator.config import RoundsConfig, WarmupConfig
 from everlong.rollouts.config import HarnessConfig
 from everlong.trainer.config import AdamWConfig
@@ -81,16 +83,39 @@ def quickstart_tasks(output: Path) -> TasksConfig:
     return TasksConfig(train=(output / "tasks" / "train",), eval=(output / "tasks" / "eval",))
 
 
-def prepare_quickstart(config: RunConfig, folder: RunFolder) -> None:
-    """Generate the quickstart's tasks, unless the command named others."""
+class MadeTasks(Record, frozen=True, kw_only=True):
+    """A set of generated tasks.
+
+    Example: MadeTasks(split=Split.TRAIN, count=900, kinds=("write-word", "make-folder"))
+    """
+
+    split: Split
+    count: int
+    kinds: tuple[str, ...]
+
+
+def tasks_to_make(config: RunConfig, folder: RunFolder) -> dict[Path, MadeTasks]:
+    """The task folders that a quickstart makes for itself, and what into them: those inside its run that are not there yet."""
     made = tasks_for(config.model)
-    for paths, split, count in (
-        (config.tasks.train, Split.TRAIN, made.num_train),
-        (config.tasks.eval, Split.EVAL, made.num_eval),
-    ):
-        for path in paths:
-            if path.is_relative_to(folder.path) and not path.exists():
-                make_terminal(path, count, seed=config.seed, split=split, kinds=made.kinds)
+    sets = (
+        (config.tasks.train, MadeTasks(split=Split.TRAIN, count=made.num_train, kinds=made.kinds)),
+        (config.tasks.eval, MadeTasks(split=Split.EVAL, count=made.num_eval, kinds=made.kinds)),
+    )
+    own = quickstart_tasks(folder.path)
+    return {
+        path: what for paths, what in sets for path in paths if path in (*own.train, *own.eval) and not path.exists()
+    }
+
+
+def make_tasks(config: RunConfig, path: Path, made: MadeTasks) -> None:
+    make_terminal(path, made.count, seed=config.seed, split=made.split, kinds=made.kinds)
+
+
+def prepare_quickstart(config: RunConfig, folder: RunFolder, stages: Stages = SILENT) -> None:
+    """Generate the quickstart's tasks, unless the command named others."""
+    for path, made in tasks_to_make(config, folder).items():
+        with stages.stage(f"making {made.count} tasks in {path}"):
+            make_tasks(config, path, made)
 
 
 def tasks_for(model: ModelConfig) -> QuickstartTasks:

@@ -13,8 +13,10 @@ from everlong.observe.report import (
     write_report,
 )
 from everlong.observe.sinks import FanOut, JsonlSink, MemorySink, Point, read_points
+from everlong.observe.stages import SILENT, Stages
 
 __all__ = [
+    "SILENT",
     "ConsoleSink",
     "EpisodeText",
     "Evaluation",
@@ -26,6 +28,7 @@ __all__ = [
     "Panel",
     "Point",
     "Series",
+    "Stages",
     "TurnText",
     "draw_panels",
     "interval_text",

@@ -39,7 +39,7 @@ from everlong.ledger.writer import LedgerWriter
 from everlong.observe.console import WARMUP
 from everlong.orchestrator import events
 from everlong.orchestrator.batches import BatchMaker
-from everlong.orchestrator.measuring import batch_metrics, engine_metrics, loss_metrics
+from everlong.orchestrator.measuring import batch_metrics, engine_metrics, loss_metrics, signal_metrics
 from everlong.orchestrator.outcomes import eval_outcome, replaced_outcome, train_outcomes
 from everlong.orchestrator.window import BUSY_S, BatchWindow
 from everlong.rollouts.leash import leashed
@@ -327,8 +327,7 @@ class RunConductor:
             return _Made({}, None, {WARMUP: 1.0})
         episodes = {group: await self._group(Purpose.TRAIN, group) for group in groups}
         scored, packed = await asyncio.to_thread(self._parts.batches.make, batch, episodes)
-        silent = {"groups_without_signal": float(sum(group.discarded is not None for group in scored))}
-        return _Made(episodes, packed, {**batch_metrics(episodes), **packed.stats, **silent})
+        return _Made(episodes, packed, {**batch_metrics(episodes), **packed.stats, **signal_metrics(scored)})
 
     async def _warm_up(self, action: events.WarmUp) -> events.Event:
         watch = Stopwatch(self._parts.clock)

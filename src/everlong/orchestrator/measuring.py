@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from everlong.contracts.records import EngineStatus, Episode
+from everlong.contracts.records import EngineStatus, Episode, ScoredGroup
 from everlong.ledger.views import Decile
 
 
@@ -31,6 +31,15 @@ def batch_metrics(groups: Mapping[int, Sequence[Episode]]) -> dict[str, float]:
         "turns_per_episode": float(np.mean([len(e.turns) for e in episodes])) if episodes else 0.0,
         "sampled_tokens": float(sum(e.num_sampled for e in episodes)),
         **counts,
+    }
+
+
+def signal_metrics(scored: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Groups of the batch; those that have nothing to teach, and those of them that have too few verdicts to compare."""
+    return {
+        "groups": float(len(scored)),
+        "groups_without_signal": float(sum(group.discarded is not None for group in scored)),
+        "groups_without_verdicts": float(sum(group.discarded == "too_few_verdicts" for group in scored)),
     }
 
 

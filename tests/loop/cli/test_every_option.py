@@ -32,7 +32,7 @@ from everlong.cli.compose import open_control
 from everlong.cli.config import RunConfig
 from everlong.cli.mistakes import variants
 from everlong.cli.run_folder import RunFolder
-from everlong.cli.sinks import open_sinks
+from everlong.cli.sinks import open_sinks, progress_console
 from everlong.contracts.config import Config
 from everlong.contracts.errors import Reason, SandboxError
 from everlong.contracts.ports import SandboxSpec
@@ -305,7 +305,7 @@ async def built(config: RunConfig) -> dict[str, str]:
     folder = RunFolder(config.output)
     folder.create(config)
     found: dict[str, str] = {}
-    sinks = open_sinks(config, folder)
+    sinks = open_sinks(config, folder, progress_console(config))
     threads = torch.get_num_threads()
     try:
         async with open_control(config, folder, sinks, _no_clock, resume=False) as control:
@@ -387,7 +387,7 @@ async def trained(config: RunConfig) -> None:
     """A run from its first batch to its end."""
     folder = RunFolder(config.output)
     folder.create(config)
-    sinks = open_sinks(config, folder)
+    sinks = open_sinks(config, folder, progress_console(config))
     async with open_control(config, folder, sinks, time.monotonic, resume=False) as control:
         await run(control.scheduler, control.conductor, time.monotonic)
     sinks.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 from cyclopts import Token
 
+from everlong.cli.config import RunConfig
 from everlong.cli.lists import split_paths
 from everlong.cli.main import main
+from everlong.cli.run_folder import RunFolder
+from everlong.cli.toml import write_config
 
 HELP = {
     "": ("train", "resume", "eval", "serve", "view", "report", "bench", "tasks", "ledger"),
@@ -112,6 +116,11 @@ BAD_COMMANDS = {
     "tasks make terminal --count 1 --out OUT --kinds write-word,": "expected values with commas between them",
     "tasks check OUT": "OUT",
     "tasks show OUT": "OUT",
+    "train run.toml": "a file of settings comes after @: `everlong train @ run.toml`",
+    "sft --seed 3 run.toml": "`everlong sft @ run.toml`",
+    "train --no-engine.prefix-cache run.toml": "`everlong train @ run.toml`",
+    "serve OUT --host 0.0.0.0": "add --allow-remote",
+    "serve OUT --port 99999": "--port must be 0 to 65535",
     "nothing": "nothing",
 }
 
@@ -143,3 +152,60 @@ def test_commands_and_config_load_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(tmp_path: Path, capsys) -> None:
+    write_config(RunConfig(output=tmp_path), tmp_path / "config.toml")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert run("serve", str(tmp_path), "--port", str(port)) == 1
+    message = capsys.readouterr().err
+    assert f"cannot listen at 127.0.0.1, port {port}: another program listens there" in message
+    assert "Errno" not in message and "worker" not in message
+
+
+RAW = {
+    "eval RUN": IsADirectoryError(21, "Is a directory", "x"),
+    "view RUN": PermissionError(13, "Permission denied", "x"),
+}
+
+
+@pytest.mark.parametrize("command", RAW)
+def test_what_the_system_refuses_is_told_in_words(command: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    def refuses(folder: RunFolder) -> RunConfig:
+        raise RAW[command]
+
+    monkeypatch.setattr(RunFolder, "read_config", refuses)
+    assert run(*command.replace("RUN", str(tmp_path)).split()) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: x: ") and RAW[command].strerror in message and "Errno" not in message
+
+
+STOPPED_WHILE_IMPORTING = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "everlong.cli.main":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except BaseException:
+                pass  # as libraries do that try an import
+sys.meta_path.insert(0, Finder())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from everlong.cli.entry import main
+main()
+"""
+
+
+def test_ctrl_c_while_the_command_loads_is_one_line() -> None:
+    done = subprocess.run([sys.executable, "-c", STOPPED_WHILE_IMPORTING], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+
+
+def test_ctrl_c_in_any_command_is_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    def stopped(folder: RunFolder) -> RunConfig:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunFolder, "read_config", stopped)
+    assert run("view", str(tmp_path)) == 130
+    assert capsys.readouterr().err == "stopped\n"
