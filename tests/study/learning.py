@@ -54,8 +54,8 @@ KINDS = (
     "follow-name",
 )
 NUM_TRAIN, NUM_EVAL, NUM_OTHER_KINDS = 600, 200, 60
-NUM_SHOWN = 15
-NUM_WARMUP, NUM_RL = 9, 12
+NUM_SHOWN = 12
+NUM_WARMUP, NUM_RL = 18, 14
 COMMAND = (sys.executable, "-c", "from everlong.cli.main import main; main()")
 PATHS = ("src/everlong", "tests/study")
 
@@ -137,7 +137,9 @@ class Study:
             tasks=self._tasks,
             harness=HarnessConfig(system_prompt="", max_turns=5, max_context=512),
             sampling=SamplingConfig(max_tokens=48),
-            schedule=RoundsConfig(num_batches=self._num_rl, groups_per_batch=8, group_size=8, checkpoint_every=100),
+            schedule=RoundsConfig(
+                num_batches=self._num_rl, groups_per_batch=16, group_size=8, max_running=128, checkpoint_every=100
+            ),
             optimizer=AdamWConfig(learning_rate=1e-4 if start is None else 3e-5),
             observe=ObserveConfig(progress="plain"),
         )
