@@ -8,6 +8,9 @@ import pytest
 from everlong.contracts.errors import AlreadyExists, NotFound
 from everlong.contracts.ports import ObjectStore
 
+RACES, WRITERS = 6, 16
+"""SeaweedFS lets the writers of one key wait for each other in steps of a second."""
+
 
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 5000], ids=["empty", "one-byte", "1.3-MB"])
 def test_what_was_put_is_got(store: ObjectStore, data: bytes) -> None:
@@ -37,10 +40,10 @@ def test_of_many_creators_exactly_one_wins_every_time(store: ObjectStore) -> Non
             return False
         return True
 
-    with ThreadPoolExecutor(16) as threads:
-        for round_ in range(20):
-            key, ready = f"commits/{round_:08d}", Barrier(16)
-            won = list(threads.map(create, [key] * 16, range(16), [ready] * 16))
+    with ThreadPoolExecutor(WRITERS) as threads:
+        for round_ in range(RACES):
+            key, ready = f"commits/{round_:08d}", Barrier(WRITERS)
+            won = list(threads.map(create, [key] * WRITERS, range(WRITERS), [ready] * WRITERS))
             assert won.count(True) == 1
             assert store.get(key) == str(won.index(True)).encode()
 
