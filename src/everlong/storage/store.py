@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 import obstore
@@ -133,7 +133,7 @@ def open_store(url: str) -> ObstoreStore:
 def _client_options(scheme: str) -> ClientConfig:
     variables = {name: f"{VARIABLES[scheme]}_{name.upper()}" for name in _OF_THE_ENVIRONMENT}
     given = {name: os.environ[variable] for name, variable in variables.items() if variable in os.environ}
-    return cast("ClientConfig", {**CLIENT, **given})
+    return {**CLIENT, **given}
 
 
 def _refuse_secrets(url: str) -> None:
