@@ -32,7 +32,7 @@ def find_program() -> Path:
     if program.is_file() and os.access(program, os.X_OK):
         return program.absolute()
     raise ValueError(
-        f"the tests on S3 need SeaweedFS, and no program is at {program}: `make seaweedfs` builds .venv-seaweedfs (153 MB), "
+        f"the tests on S3 need SeaweedFS, and no program is at {program}: `make seaweedfs` builds .venv-seaweedfs (180 MB), "
         "EVERLONG_SEAWEEDFS names a `weed` elsewhere"
     )
 
