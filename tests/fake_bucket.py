@@ -1,5 +1,7 @@
 """A loopback server that speaks just enough of S3 to answer with what is hard to get from a real one."""
 
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +17,20 @@ class Bucket(BaseHTTPRequestHandler):
     """Answers by the last name of the key: with a status, or stores the object, also where one is there and none may be."""
 
     objects: dict[str, bytes] = {}
+    breaks = 0
+    """So many requests for a key that ends with "broken" are met with a reset."""
 
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         name = self.path.split("?")[0].rsplit("/", 1)[-1]
+        if name == "broken" and Bucket.breaks:
+            Bucket.breaks -= 1
+            # a reset, as from a server that was killed, and no orderly end
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            self.rfile.close()
+            self.connection.close()
+            return
         status = STATUS.get(name, 200)
         if status == 200 and self.command == "PUT":
             self.objects[self.path] = body

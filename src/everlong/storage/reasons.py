@@ -20,6 +20,10 @@ def bucket_is_missing(error: Exception) -> bool:
     return any(mark in str(error) for mark in _NO_BUCKET)
 
 
+def nobody_answered(error: Exception) -> bool:
+    return "error sending request" in str(error).split("\n")[0]
+
+
 def reason_of(error: Exception) -> str:
     """The first line of the message (a dump of the client's types follows it) and what to do about it."""
     text = str(error).strip()
@@ -36,6 +40,6 @@ def _advice(error: Exception, line: str) -> str:
         return "no credentials were found: set them in the environment (docs/storage.md names the variables)"
     if "401 Unauthorized" in line or "403 Forbidden" in line:
         return "the server refused the credentials: check those in the environment, and what they may do in the bucket"
-    if "error sending request" in line:
+    if nobody_answered(error):
         return "nobody answered there: check the endpoint and the network; `everlong resume` goes on with a run"
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,7 +18,7 @@ from obstore.store import ObjectStore as ObstoreClient
 
 from everlong.contracts.errors import AlreadyExists, NotFound, StoreError
 from everlong.storage.keys import as_folder, check_key
-from everlong.storage.reasons import bucket_is_missing, reason_of
+from everlong.storage.reasons import bucket_is_missing, nobody_answered, reason_of
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -29,6 +30,7 @@ PATIENCE = timedelta(seconds=30)
 """A remote store that is away for half a minute is reported, not waited for: callers above decide whether to go on. That is
 enough for a server that starts again."""
 
+PAUSE_S = 0.5
 # Only time ends the retries: with few of them a server that refuses connections would be given up within a second.
 RETRIES: RetryConfig = {
     "max_retries": 1000,
@@ -70,8 +72,21 @@ class ObstoreStore:
 
         The winner may be this very call, retried after a lost reply: read the object and compare before giving up.
         """
+        until = time.monotonic() + PATIENCE.total_seconds()
         with self._errors("create", check_key(key)):
+            while not self._created(key, data, until):
+                time.sleep(PAUSE_S)
+
+    def _created(self, key: str, data: bytes, until: float) -> bool:
+        """False where it is to be tried again: the client gives a create up when its connection breaks under way, since it cannot
+        know whether it arrived; callers can, by what lies there."""
+        try:
             obstore.put(self._client, key, data, mode="create")
+        except BaseError as error:
+            if nobody_answered(error) and time.monotonic() < until:
+                return False
+            raise
+        return True
 
     def put(self, key: str, data: bytes) -> None:
         with self._errors("put", check_key(key)):

@@ -64,3 +64,10 @@ def test_the_environment_sets_the_connection_and_half_a_minute_of_silence_is_the
         "read_timeout": "30s",
         "allow_http": "true",
     }
+
+
+def test_a_create_whose_connection_breaks_under_way_is_tried_again(bucket: str) -> None:
+    """The client itself repeats only what surely never arrived."""
+    Bucket.breaks = 2
+    open_store(bucket).create("broken", b"whole")
+    assert Bucket.breaks == 0 and Bucket.objects["/bucket/run/broken"] == b"whole"
