@@ -7,13 +7,16 @@ CORE_VENV := .venv-core
 CORE_STAMP := $(CORE_VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+SEAWEEDFS_VENV := .venv-seaweedfs
+SEAWEEDFS_STAMP := $(SEAWEEDFS_VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup vllm train test unit loop system gvisor campaign study-learning peers check format docs clean help
+.PHONY: setup vllm seaweedfs train test unit loop system gvisor campaign study-learning peers check format docs clean help
 
 help:
 	@echo "make setup   install everlong into $(VENV); the command is $(BIN)/everlong"
 	@echo "make vllm    the environment of a vLLM server in $(VLLM_VENV), for engine.type=vllm"
+	@echo "make seaweedfs  the S3 server of the system tests in $(SEAWEEDFS_VENV), 180 MB"
 	@echo "make train   the quickstart: trains, evaluates, writes a report"
 	@echo "make test    unit and loop tiers (what a change must pass)"
 	@echo "make system  real servers and clients"
@@ -38,6 +41,12 @@ vllm: $(VLLM_STAMP)
 $(VLLM_STAMP): constraints-vllm.txt scripts/setup_vllm.sh
 	@PYTHON="$(PYTHON)" VENV="$(VLLM_VENV)" bash scripts/setup_vllm.sh
 	@touch $(VLLM_STAMP)
+
+seaweedfs: $(SEAWEEDFS_STAMP)
+
+$(SEAWEEDFS_STAMP): scripts/setup_seaweedfs.sh
+	@PYTHON="$(PYTHON)" VENV="$(SEAWEEDFS_VENV)" bash scripts/setup_seaweedfs.sh
+	@touch $(SEAWEEDFS_STAMP)
 
 train: $(STAMP)
 	$(BIN)/everlong train
@@ -78,4 +87,4 @@ format: $(STAMP)
 	$(BIN)/ruff format src tests
 
 clean:
-	rm -rf $(VENV) $(CORE_VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CORE_VENV) $(VLLM_VENV) $(SEAWEEDFS_VENV) .pytest_cache .ruff_cache .hypothesis

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -31,7 +32,7 @@ class Row:
     """Above 1 means better than the reference."""
 
 
-def _benches() -> dict[str, tuple[str, Callable[[], list[Row]]]]:
+def _benches() -> dict[str, tuple[str, Callable[..., list[Row]]]]:
     from everlong.cli.benches import aligned, engine, ledger, sandbox, step, weights
 
     return {
@@ -47,7 +48,15 @@ def _benches() -> dict[str, tuple[str, Callable[[], list[Row]]]]:
     }
 
 
-def bench_command(name: str, out: Path | None) -> None:
+TAKES_STORE = "weights"
+
+
+def bench_command(name: str, out: Path | None, store: str | None = None) -> None:
+    """Raises ValueError for a bench that does not exist, and for a store that it would not use."""
+    if store is not None and name != TAKES_STORE:
+        raise ValueError(
+            f"bench {name or 'without a name'} uses no store, got --store {store}: leave it out, or measure {TAKES_STORE}"
+        )
     console = Console(highlight=False)
     benches = _benches()
     if not name:
@@ -58,8 +67,9 @@ def bench_command(name: str, out: Path | None) -> None:
         return
     if name not in benches:
         raise ValueError(f"there is no bench {name!r}: there are {', '.join(benches)}")
+    measure = benches[name][1] if store is None else partial(benches[name][1], store)
     with only_one(Path(tempfile.gettempdir()) / "everlong-bench.lock"):
-        rows = benches[name][1]()
+        rows = measure()
     console.print(_table(rows))
     if out is not None:
         out.write_text(json.dumps(figures(name, rows), indent=2) + "\n")

@@ -185,7 +185,7 @@ def report(run: Path) -> None:
 
 
 @app.command
-def bench(name: str = "", *, json: Path | None = None) -> None:
+def bench(name: str = "", *, json: Path | None = None, store: str | None = None) -> None:
     """Measure a part against a reference in the same run and print a table.
 
     Parameters
@@ -194,10 +194,12 @@ def bench(name: str = "", *, json: Path | None = None) -> None:
         Which benchmark; none lists them.
     json
         Write the figures to this file.
+    store
+        Of weights: URL of a store that is measured against a folder, for example s3://bucket/path.
     """
     from everlong.cli.bench import bench_command
 
-    bench_command(name, json)
+    bench_command(name, json, store)
 
 
 @tasks_app.command(name="make")

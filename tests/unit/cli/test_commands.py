@@ -24,7 +24,7 @@ HELP = {
     "serve": ("--host", "--port", "--version", "--key", "--allow-remote"),
     "view": ("RUN", "EPISODE", "--task", "--batch", "--reward", "--failed", "--limit", "--all"),
     "report": ("RUN",),
-    "bench": ("NAME", "--json"),
+    "bench": ("NAME", "--json", "--store"),
     "tasks": ("make", "check", "show"),
     "tasks make": ("--count", "--out", "--seed", "--split", "--kinds"),
     "tasks check": ("FOLDERS", "--repeats", "--isolation"),
