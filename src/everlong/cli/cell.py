@@ -14,7 +14,8 @@ from everlong.cli.run_folder import RunFolder
 from everlong.contracts.ports import Engine, ObjectStore
 from everlong.contracts.records import GenerateRequest
 from everlong.engines.config import EmbeddedConfig, VllmConfig
-from everlong.models.config import ScriptedModel, ToyModel
+from everlong.models.adapter_config import LoraConfig
+from everlong.models.config import FolderModel, HubModel, ModelConfig, ScriptedModel, Smollm2Model, ToyModel
 from everlong.models.source import ModelSource, find_model
 from everlong.orchestrator.cells.worker import Cell
 from everlong.rollouts.renderers.chatml import Renderer
@@ -54,6 +55,7 @@ def _torch_cell(config: RunConfig, source: ModelSource, store: ObjectStore, fold
             shape.head_dim,
             shape.num_heads,
             shape.num_kv_heads,
+            config.adapter.rank if isinstance(config.adapter, LoraConfig) else None,
         )
     tokenizer = make_renderer(config).tokenizer
     lease = asyncio.Lock()
@@ -121,6 +123,26 @@ def _vllm_engine(
 
 
 def _build_model(config: RunConfig, source: ModelSource, vocab_size: int) -> Llama:
+    model = _network(config, source, vocab_size)
+    if isinstance(config.adapter, LoraConfig):
+        model.adapt(config.adapter, _base_name(config.model))
+    return model
+
+
+def _base_name(model: ModelConfig) -> str | None:
+    """What PEFT finds the frozen weights under; None where they lie nowhere."""
+    match model:
+        case Smollm2Model():
+            return "HuggingFaceTB/SmolLM2-135M-Instruct"
+        case FolderModel():
+            return str(model.path.absolute())
+        case HubModel():
+            return model.repo
+        case _:
+            return None
+
+
+def _network(config: RunConfig, source: ModelSource, vocab_size: int) -> Llama:
     import torch
 
     from everlong.models.checkpoint import load_checkpoint
