@@ -9,6 +9,7 @@ from safetensors.torch import load
 from tests.unit.trainer.test_reference import answer, batch_of, same, weights_of
 from tests.unit.trainer.tiny import SHAPE, tiny
 
+from everlong.contracts.errors import EngineError
 from everlong.contracts.tokens import TokenColumns
 from everlong.engines.config import EmbeddedConfig
 from everlong.engines.torch_engine.engine import TorchEngine
@@ -89,16 +90,28 @@ def test_the_gradient_is_that_of_the_merged_weights_by_the_chain_rule():
         )
 
 
+def engine_of(model, store):
+    return TorchEngine(
+        model, WeightReader(store), token_bytes=[bytes([n]) for n in range(SHAPE.vocab_size)],
+        config=EmbeddedConfig(cache_tokens=64, block_tokens=16, max_context=64), lease=asyncio.Lock(),
+    )  # fmt: skip
+
+
+async def test_an_engine_without_adapters_refuses_a_version_of_adapters():
+    store = open_store("memory://")
+    await trainer_of(adapted(), store).publish()
+    engine = engine_of(tiny(), store)
+    with pytest.raises(EngineError, match=r"version 0 does not fit the engine's model.*lora_A.* on one side only"):
+        await engine.update(0)
+    await engine.close()
+
+
 @pytest.mark.parametrize("numerics", list(Numerics))
 async def test_an_engine_uses_what_the_trainer_has_and_says_so(numerics):
     """A synced step reaches the sampler: what it computes with has changed, and is what the trainer computes with."""
     store, model = open_store("memory://"), adapted(numerics=numerics)
     trainer = trainer_of(model, store)
-    engine = TorchEngine(
-        adapted(numerics=numerics, config=LoraConfig(rank=2, alpha=6.0, seed=9)), WeightReader(store),
-        token_bytes=[bytes([n]) for n in range(SHAPE.vocab_size)],
-        config=EmbeddedConfig(cache_tokens=64, block_tokens=16, max_context=64), lease=asyncio.Lock(),
-    )  # fmt: skip
+    engine = engine_of(adapted(numerics=numerics, config=LORA.model_copy(update={"seed": 9})), store)
     seen, sizes = [], []
     for number in range(5):
         sizes.append((await trainer.publish()).size_bytes)

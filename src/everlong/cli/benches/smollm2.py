@@ -50,8 +50,9 @@ async def open_smollm2(
     folder, store, lease = smollm2_folder(), open_store("memory://"), asyncio.Lock()
     tokenizer = FileTokenizer(folder / "tokenizer.json")
     policy, sampled = (load_checkpoint(folder, vocab_size=tokenizer.vocab_size, dtype=torch.bfloat16) for _ in range(2))
-    for model in (policy, sampled) if adapter is not None else ():
-        model.adapt(adapter)
+    if adapter is not None:
+        policy.adapt(adapter)
+        sampled.adapt(adapter)
     trainer = PolicyTrainer(
         policy, config=TrainerConfig(), loss=GrpoConfig(), ratio=RatioConfig(),
         optimizer=AdamWConfig(learning_rate=learning_rate), numerics=Numerics.FAST, store=store,
