@@ -52,6 +52,16 @@ def claim_store(config: RunConfig, folder: RunFolder) -> None:
             _refuse(url, owner)
 
 
+def disown_store(config: RunConfig, folder: RunFolder) -> None:
+    """Take back `claim_store`, where it was this run's."""
+    url = folder.absolute_store_url(config)
+    if (path := _local(url)) is not None and not path.is_dir():
+        return
+    store = open_store(url)
+    if _owner(store) == _ours(folder):
+        store.delete(OWNER)
+
+
 def _refuse(url: str, owner: StoreOwner | None) -> None:
     whose = "a run that did not say its name" if owner is None else f"the run {owner.folder} on {owner.host}"
     raise ValueError(
@@ -71,6 +81,11 @@ def _owner(store: ObjectStore) -> StoreOwner | None:
         return None
     except msgspec.DecodeError as error:
         raise StoreError(f"{OWNER} in {store!r} is damaged ({error}): give the run another store") from error
+
+
+def local_store(config: RunConfig, folder: RunFolder) -> Path | None:
+    """The folder of the run's store, where it is one of this machine."""
+    return _local(folder.absolute_store_url(config))
 
 
 def _local(url: str) -> Path | None:

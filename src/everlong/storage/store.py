@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,6 +17,7 @@ from obstore.store import LocalStore, MemoryStore, from_url
 from obstore.store import ObjectStore as ObstoreClient
 
 from everlong.contracts.errors import AlreadyExists, NotFound, StoreError
+from everlong.contracts.os_errors import explain_os_error
 from everlong.storage.keys import as_folder, check_key
 
 if TYPE_CHECKING:
@@ -24,6 +27,9 @@ REMOTE_SCHEMES = ("s3", "gs", "az")
 
 # A remote store that does not answer for half a minute is reported, not waited for: callers above decide whether to go on.
 RETRIES: RetryConfig = {"max_retries": 5, "retry_timeout": timedelta(seconds=30)}
+
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How obstore says what the system refused."""
 
 
 class ObstoreStore:
@@ -79,6 +85,8 @@ class ObstoreStore:
         except (BaseError, OSError) as error:
             # obstore appends a debug dump of its own types: the first line is the message.
             reason = str(error).strip().split("\n")[0]
+            if number := _OS_ERROR.search(reason):
+                reason = explain_os_error(OSError(int(number[1]), os.strerror(int(number[1]))))
             raise StoreError(f"cannot {action} {key!r} in {self._name}: {reason}") from error
 
 

@@ -94,6 +94,16 @@ def test_folder_where_a_file_is_in_the_way_is_a_store_error(tmp_path: Path) -> N
         store.put("a/b", b"below a file")
 
 
+def test_what_the_system_refused_is_told_with_what_to_do(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    store.put("a", b"file")
+    with pytest.raises(
+        StoreError, match=r"cannot put 'a/b' in .*: a folder was expected, and a file lies on the way"
+    ) as raised:
+        store.put("a/b", b"below a file")
+    assert "os error" not in str(raised.value)
+
+
 def test_unknown_scheme_is_refused_with_those_that_exist() -> None:
     with pytest.raises(ValueError, match=r"no store for 'ftp://x/y': give a folder.*s3://"):
         open_store("ftp://x/y")
