@@ -17,7 +17,8 @@ from everlong.cli.run_folder import RunFolder
 from everlong.contracts.ports import Engine, ObjectStore, Trainer
 from everlong.contracts.records import GenerateRequest
 from everlong.engines.config import EmbeddedConfig, VllmConfig
-from everlong.models.config import ScriptedModel, ToyModel
+from everlong.models.adapter_config import LoraConfig
+from everlong.models.config import FolderModel, HubModel, ModelConfig, ScriptedModel, Smollm2Model, ToyModel
 from everlong.models.source import ModelSource, find_model
 from everlong.orchestrator.cells.worker import Cell
 from everlong.rollouts.renderers.chatml import Renderer
@@ -80,7 +81,7 @@ class _Making:
 
         if self.config.threads is not None or share > 1:
             torch.set_num_threads(self.config.threads or max(1, torch.get_num_threads() // share))
-        shape = self.source.shape
+        shape, adapter = self.source.shape, self.config.adapter
         if Numerics(self.config.numerics) is Numerics.ALIGNED:
             self_test(
                 shape.hidden_size,
@@ -89,6 +90,7 @@ class _Making:
                 shape.head_dim,
                 shape.num_heads,
                 shape.num_kv_heads,
+                adapter.rank if isinstance(adapter, LoraConfig) else None,
             )
 
     def engine(self, lease: asyncio.Lock) -> Engine:
@@ -164,6 +166,26 @@ def _vllm_engine(
 
 
 def _build_model(config: RunConfig, source: ModelSource, vocab_size: int) -> Llama:
+    model = _network(config, source, vocab_size)
+    if isinstance(config.adapter, LoraConfig):
+        model.adapt(config.adapter, _base_name(config.model))
+    return model
+
+
+def _base_name(model: ModelConfig) -> str | None:
+    """What PEFT finds the frozen weights under; None where they lie nowhere."""
+    match model:
+        case Smollm2Model():
+            return "HuggingFaceTB/SmolLM2-135M-Instruct"
+        case FolderModel():
+            return str(model.path.absolute())
+        case HubModel():
+            return model.repo
+        case _:
+            return None
+
+
+def _network(config: RunConfig, source: ModelSource, vocab_size: int) -> Llama:
     import torch
 
     from everlong.models.checkpoint import load_checkpoint

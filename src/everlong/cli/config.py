@@ -18,6 +18,7 @@ from everlong.engines.config import EmbeddedConfig, EngineConfig, VllmConfig
 from everlong.environments.grading.config import GradingConfig
 from everlong.environments.sandboxes.config import SandboxConfig
 from everlong.environments.tasks.config import TasksConfig
+from everlong.models.adapter_config import AdapterConfig, NoAdapter
 from everlong.models.config import ModelConfig, ScriptedModel, ToyModel
 from everlong.models.source import toy_config
 from everlong.orchestrator.config import RoundsConfig, ScheduleConfig, WarmupConfig, staleness_bound
@@ -96,6 +97,7 @@ class RunConfig(Config):
     """Compute threads of the worker; None takes what the machine has. With schedule.type async engine and trainer have a worker
     each, with so many threads, or half of the machine's."""
     model: ModelConfig = ToyModel()
+    adapter: AdapterConfig = NoAdapter()
     tasks: TasksConfig = TasksConfig()
     sandbox: SandboxConfig = SandboxConfig()
     harness: HarnessConfig = HarnessConfig()
@@ -149,6 +151,11 @@ class RunConfig(Config):
                 "numerics=aligned means that engine and trainer agree to the bit, which vLLM's kernels do not: set "
                 "engine.type to embedded, or numerics to fast"
             )
+        if self.adapter.type == "lora":
+            raise ValueError(
+                "engine.type=vllm loads whole weights, and with adapter.type=lora a version holds adapters alone: set "
+                "engine.type to embedded, or adapter.type to none"
+            )
         if self.sampling.top_p < 1 and not self.sampling.top_k and not self.engine.returns_sampling_mask:
             raise ValueError(
                 f"sampling.top_p={self.sampling.top_p} is replayed in training over the kept set of every token, which "
@@ -156,7 +163,12 @@ class RunConfig(Config):
             )
 
     def _check_method(self) -> None:
-        """A loss whose paper defines the credit too. Raises ValueError."""
+        """Parts of a method that contradict each other. Raises ValueError."""
+        if self.adapter.type == "lora" and self.optimizer.type == "muon":
+            raise ValueError(
+                "optimizer.type=muon makes the update of a whole matrix orthogonal, and with adapter.type=lora there are only its "
+                "two factors: set optimizer.type to adamw, or adapter.type to none"
+            )
         if self.loss.type == "dr_grpo" and self.credit.scale != "none":
             raise ValueError(
                 f"loss dr_grpo is defined on credit without deviation, got credit.scale={self.credit.scale}: set credit.scale to "

@@ -22,6 +22,7 @@ C = TypeVar("C", bound=Config)
 UNUSED_BY_SCRIPTED = (
     "numerics",
     "threads",
+    "adapter",
     "engine.max_running",
     "engine.prefill_chunk_tokens",
     "engine.block_tokens",

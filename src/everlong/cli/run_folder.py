@@ -36,6 +36,11 @@ class RunFolder:
         """The trained model in the layout of Hugging Face, written when the run ends."""
         return self.path / "checkpoint"
 
+    @property
+    def adapter(self) -> Path:
+        """The trained adapters in the layout of PEFT, where the run trains some."""
+        return self.checkpoint / "adapter"
+
     def store_url(self, config: RunConfig) -> str:
         return config.weights.store or str(self.path / "store")
 

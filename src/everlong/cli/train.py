@@ -117,6 +117,8 @@ def _tell(folder: RunFolder) -> None:
         console.print(line, style="bold")
     if folder.checkpoint.exists():
         console.print(f"checkpoint  {folder.checkpoint}")
+    if folder.adapter.exists():
+        console.print(f"adapter     {folder.adapter}")
     console.print(f"report      {report}")
 
 

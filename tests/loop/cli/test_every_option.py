@@ -63,6 +63,7 @@ SOFT = {"credit.overlong.type": "soft"}
 KL = {"kl.type": "loss"}
 GVISOR = {"sandbox.type": "gvisor"}
 MUON = {"optimizer.type": "muon"}
+LORA = {"adapter.type": "lora"}
 PARTIAL = {"schedule.type": "partial"}
 ASYNC = {"schedule.type": "async"}
 
@@ -84,6 +85,11 @@ CHANGES = {
     "model.type": Change("scripted"),
     "model.seed": Change(3),
     "model.dtype": Change("bfloat16"),
+    "adapter.type": Change("lora"),
+    "adapter.rank": Change(3, LORA),
+    "adapter.alpha": Change(7.0, LORA),
+    "adapter.targets": Change(["q_proj", "v_proj"], LORA),
+    "adapter.seed": Change(5, LORA),
     "tasks.train": Change(["other"]),
     "tasks.eval": Change(["other"]),
     "sandbox.type": Change("scripted"),
@@ -420,7 +426,7 @@ TRAINED = {
         {**VLLM, "engine.python": "python"},
         {**KL, **MUON, **SOFT},
         {**GRPO, **TRUNCATION},
-        {**GRPO, **MASK},
+        {**GRPO, **MASK, **LORA},
         {**CISPO, "kl.type": "reward"},
         {"loss.type": "kimi"},
         {"loss.type": "dapo"},
@@ -470,7 +476,9 @@ def test_two_runs_of_one_config_are_built_alike(base: str, workplace: Path) -> N
 
 
 REFUSED = {
-    "scripted": {path for path in CHANGES if path.partition(".")[0] in ("loss", "ratio", "kl", "optimizer", "trainer")}
+    "scripted": {
+        path for path in CHANGES if path.partition(".")[0] in ("adapter", "loss", "ratio", "kl", "optimizer", "trainer")
+    }
     | {"numerics", "threads", "engine.max_running", "engine.prefill_chunk_tokens"}
     | {"engine.block_tokens", "engine.cache_tokens", "engine.prefix_cache"}
     | {path for path, change in CHANGES.items() if change.beside == VLLM or path == "engine.type"},
@@ -568,6 +576,8 @@ def test_an_option_without_effect_beside_others_is_refused(change: dict[str, Any
         ({**ASYNC, "schedule.publish_every": 4}, "publish at least every 2 batches"),
         ({"loss.type": "dr_grpo"}, "dr_grpo is defined on credit without deviation, got credit.scale=std_sample"),
         ({"weights.store": "memory://"}, "does not outlive it"),
+        ({**LORA, **MUON}, "adapter.type=lora there are only its two factors"),
+        ({**LORA, **VLLM}, "with adapter.type=lora a version holds adapters alone"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
