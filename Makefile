@@ -9,7 +9,7 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup vllm train test unit loop system campaign study-learning peers check format docs clean help
+.PHONY: setup vllm train test unit loop system gvisor campaign study-learning peers check format docs clean help
 
 help:
 	@echo "make setup   install everlong into $(VENV); the command is $(BIN)/everlong"
@@ -17,6 +17,7 @@ help:
 	@echo "make train   the quickstart: trains, evaluates, writes a report"
 	@echo "make test    unit and loop tiers (what a change must pass)"
 	@echo "make system  real servers and clients"
+	@echo "make gvisor  fetches gVisor's runsc into a cache folder (sandbox.type=gvisor); skipped aloud where it cannot be had"
 	@echo "make check   lint, types, import contracts"
 	@echo "make study-learning  RL against more imitation and shuffled rewards, three seeds, about an hour"
 	@echo "make peers   what the benches engine and step are measured against: transformers and TRL, 1.3 GB"
@@ -50,8 +51,12 @@ loop: $(STAMP) $(CORE_STAMP)
 test: $(STAMP) $(CORE_STAMP)
 	EVERLONG_CORE_PYTHON=$(abspath $(CORE_VENV))/bin/python $(PYTEST) tests/unit tests/loop
 
-system: $(STAMP)
+system: $(STAMP) gvisor
 	$(PYTEST) tests/system
+	EVERLONG_TEST_GVISOR=1 $(PYTEST) tests/unit/environments/sandboxes/test_sandbox_contract.py -k gvisor -rs
+
+gvisor:
+	@bash scripts/gvisor.sh
 
 study-learning: $(STAMP)
 	$(BIN)/python -m tests.study.learning

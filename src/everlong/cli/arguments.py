@@ -34,6 +34,7 @@ def parse_config(arguments: Sequence[str], command: str = "train") -> RunConfig:
     nearest name), invalid or without effect. `--help` prints every setting and exits."""
     from pydantic_config import ConfigFileError, cli
 
+    arguments = _apart(arguments)
     _refuse_repeats(arguments)
     _refuse_loose_files(arguments, command)
     default = None if any(word.startswith("@") for word in arguments) else quickstart_config(_model_type(arguments))
@@ -50,6 +51,15 @@ def parse_config(arguments: Sequence[str], command: str = "train") -> RunConfig:
         raise ValueError(f"expected a TOML file after @: {error}") from error
     config = take_back_ineffective(config)
     return config if default is None else _with_own_tasks(config, default.tasks, _settings(arguments))
+
+
+def _apart(arguments: Sequence[str]) -> list[str]:
+    """`--name=value` as two words: in a table of several types the library takes the whole for a name."""
+    words = []
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        words += [name, value] if equals and name.startswith("--") and not value.startswith("--") else [word]
+    return words
 
 
 def _refuse_repeats(arguments: Sequence[str]) -> None:

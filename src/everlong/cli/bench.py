@@ -32,12 +32,16 @@ class Row:
 
 
 def _benches() -> dict[str, tuple[str, Callable[[], list[Row]]]]:
-    from everlong.cli.benches import aligned, engine, ledger, step, weights
+    from everlong.cli.benches import aligned, engine, ledger, sandbox, step, weights
 
     return {
         "aligned": ("aligned numerics against fast ones: a training step and decoding on the toy", aligned.measure),
         "engine": ("the embedded engine against Hugging Face generate, SmolLM2-135M", engine.measure),
         "ledger": ("group commit against one commit per fact", ledger.measure),
+        "sandbox": (
+            "sandboxes: start, command, pause, snapshot, fork and rollback per backend, and over-commit",
+            sandbox.measure,
+        ),
         "step": ("one RL step against TRL's GRPO trainer, SmolLM2-135M", step.measure),
         "weights": ("delta size and time against shipping the whole weights", weights.measure),
     }

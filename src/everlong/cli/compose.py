@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from everlong.cli.cell import FACTORY, build_cell
+from everlong.cli.cell import ENGINE_FACTORY, FACTORY, TRAINER_FACTORY, build_cell
 from everlong.cli.config import RunConfig
 from everlong.cli.rendering import make_renderer
 from everlong.cli.run_folder import RunFolder
@@ -24,26 +24,31 @@ from everlong.ledger import CallUncounted, EpisodeStore, Ledger, LedgerWriter, R
 from everlong.models.numerics_env import prepare_process, required_environment
 from everlong.models.source import find_model
 from everlong.observe import SILENT, Stages
+from everlong.orchestrator.agenda import is_checkpoint_due
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.cells.supervisor import WorkerProcess
 from everlong.orchestrator.conductor import Parts, RunConductor
+from everlong.orchestrator.config import AsyncConfig, staleness_bound
 from everlong.orchestrator.recovery import interruptions, progress_of
-from everlong.orchestrator.scheduler import RoundScheduler, is_checkpoint_due
+from everlong.orchestrator.schedules import AnyScheduler, make_scheduler
 from everlong.rollouts.gateway.session import SessionLimits
 from everlong.rollouts.harnesses.opening import open_harness
+from everlong.rollouts.pausing import PausableEngine, Pause
 from everlong.rollouts.runner import EpisodeRunner, Sampling
 from everlong.storage import open_store
 
 
 def make_sampling(config: RunConfig, engine: Engine) -> Sampling:
+    pause = Pause()
     renderer = make_renderer(config)
     context = config.context(find_model(config.model).shape.max_positions)
     return Sampling(
-        engine=engine,
+        engine=PausableEngine(engine, pause),
         renderer=renderer,
         params=config.sampling.params(renderer.stop_ids),
         run_seed=config.seed,
         limits=SessionLimits(max_turns=config.harness.max_turns, max_context=context),
+        pause=pause,
         thinking=config.harness.thinking,
     )
 
@@ -72,47 +77,63 @@ class LedgerJournal:
 
 @dataclass(frozen=True, slots=True)
 class CellPorts:
-    """A cell's engine and trainer, wherever they live."""
+    """An engine and a trainer, wherever they live."""
 
     engine: Engine
     trainer: Trainer
-    worker: WorkerProcess | None
+    workers: tuple[WorkerProcess, ...] = ()
 
     def lost(self) -> bool:
-        return self.worker is not None and self.worker.connection.lost.done()
+        return any(worker.connection.lost.done() for worker in self.workers)
+
+    @property
+    def apart(self) -> bool:
+        """Whether each has a process of its own."""
+        return len(self.workers) > 1
 
 
 @asynccontextmanager
-async def open_cell(config: RunConfig, folder: RunFolder, stages: Stages = SILENT) -> AsyncGenerator[CellPorts]:
-    """The cell in a process of its own, or in this one."""
+async def open_cell(
+    config: RunConfig, folder: RunFolder, stages: Stages = SILENT, *, apart: bool = False
+) -> AsyncGenerator[CellPorts]:
+    """Engine and trainer in one cell, in a process of its own or in this one; `apart`: in a process each."""
     if config.worker == "inline":
         prepare_process(config.numerics)
         with stages.stage(f"loading model {config.model.type}"):
             cell = build_cell(str(folder.config))
-        assert cell.trainer is not None
+        assert cell.engine is not None and cell.trainer is not None
         try:
-            yield CellPorts(cell.engine, cell.trainer, None)
+            yield CellPorts(cell.engine, cell.trainer)
         finally:
             await cell.close()
         return
-    with stages.stage(f"starting the worker, which loads model {config.model.type}"):
-        worker = await WorkerProcess.start(
-            factory=FACTORY,
-            config=folder.config,
-            run_folder=folder.path,
-            environment=required_environment(config.numerics),
-        )
-    try:
-        yield CellPorts(worker.engine, worker.trainer, worker)
-    finally:
-        await worker.close()
+    async with AsyncExitStack() as stack:
+
+        async def start(factory: str, name: str) -> WorkerProcess:
+            with stages.stage(f"starting the {name} process, which loads model {config.model.type}"):
+                worker = await WorkerProcess.start(
+                    factory=factory,
+                    config=folder.config,
+                    run_folder=folder.path,
+                    environment=required_environment(config.numerics),
+                    name=name,
+                )
+            stack.push_async_callback(worker.close)
+            return worker
+
+        if apart:
+            engine, trainer = await start(ENGINE_FACTORY, "engine"), await start(TRAINER_FACTORY, "trainer")
+            yield CellPorts(engine.engine, trainer.trainer, (engine, trainer))
+        else:
+            worker = await start(FACTORY, "worker")
+            yield CellPorts(worker.engine, worker.trainer, (worker,))
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
     """The control process of a run, ready to be driven."""
 
-    scheduler: RoundScheduler
+    scheduler: AnyScheduler
     conductor: RunConductor
     ledger: LedgerWriter
     trainer: Trainer
@@ -134,14 +155,15 @@ async def open_control(
         backend = open_backend(config.sandbox, folder.path)
         stack.push_async_callback(backend.close)
         await check_verdict_paths(tasks.by_id().values(), backend)
-        cell = await stack.enter_async_context(open_cell(config, folder, stages))
+        apart = isinstance(config.schedule, AsyncConfig)
+        cell = await stack.enter_async_context(open_cell(config, folder, stages, apart=apart))
         conductor = RunConductor(_parts(config, folder, tasks, writer, backend, cell, metrics, clock, stages))
         if resume:
             with stages.stage("restoring the trainer, and training again what its checkpoint lacks"):
                 await conductor.recover(lambda batch: is_checkpoint_due(batch, config.schedule, config.warmup))
         else:
             await cell.trainer.restore()
-        scheduler = RoundScheduler(
+        scheduler = make_scheduler(
             config.schedule,
             config.warmup,
             train_tasks=[task.id for task in tasks.train],
@@ -206,10 +228,14 @@ def _parts(
         trainer=cell.trainer,
         ledger=writer,
         episodes=EpisodeStore(store),
-        batches=BatchMaker(config.credit, config.admission, config.packing, config.seed),
+        batches=BatchMaker(
+            config.credit, config.admission, config.packing, config.seed, staleness_bound(config.schedule)
+        ),
         warmup_batch=traces.batch,
         metrics=metrics,
         task_hashes={id: task.task.content_hash for id, task in tasks.by_id().items()},
         clock=clock,
         worker_lost=cell.lost,
+        pause=sampling.pause,
+        apart=cell.apart,
     )

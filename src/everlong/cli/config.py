@@ -20,7 +20,7 @@ from everlong.environments.sandboxes.config import SandboxConfig
 from everlong.environments.tasks.config import TasksConfig
 from everlong.models.config import ModelConfig, ScriptedModel, ToyModel
 from everlong.models.source import toy_config
-from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
+from everlong.orchestrator.config import RoundsConfig, ScheduleConfig, WarmupConfig, staleness_bound
 from everlong.rollouts.config import HarnessConfig
 from everlong.trainer.config import (
     AdamWConfig,
@@ -32,6 +32,7 @@ from everlong.trainer.config import (
     SapoConfig,
     TrainerConfig,
     check_effective,
+    ignores_staleness,
 )
 from everlong.trajectories.admission import AdmissionConfig
 from everlong.trajectories.credit import CreditConfig
@@ -92,7 +93,8 @@ class RunConfig(Config):
     """Where engine and trainer live: in a process of their own, or in the control process (needs torch there, and with
     aligned numerics on an Intel CPU that nothing loaded torch before)."""
     threads: int | None = Field(None, ge=1)
-    """Compute threads of the worker; None takes what the machine has."""
+    """Compute threads of the worker; None takes what the machine has. With schedule.type async engine and trainer have a worker
+    each, with so many threads, or half of the machine's."""
     model: ModelConfig = ToyModel()
     tasks: TasksConfig = TasksConfig()
     sandbox: SandboxConfig = SandboxConfig()
@@ -101,7 +103,7 @@ class RunConfig(Config):
     engine: EngineConfig = EmbeddedConfig()
     sampling: SamplingConfig = SamplingConfig()
     warmup: WarmupConfig = WarmupConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
+    schedule: ScheduleConfig = RoundsConfig()
     credit: CreditConfig = CreditConfig()
     admission: AdmissionConfig = AdmissionConfig()
     packing: PackingConfig = PackingConfig()
@@ -117,11 +119,22 @@ class RunConfig(Config):
     def _effective(self) -> RunConfig:
         if self.model.type != "scripted":
             check_effective(self.loss, self.ratio, self.trainer.updates_per_batch, self.kl)
+            self._check_staleness()
         refuse_ineffective(self)
         self._check_engine()
         self._check_method()
         self._check_sizes()
         return self
+
+    def _check_staleness(self) -> None:
+        """Tokens of an older policy need something that weighs them. Raises ValueError."""
+        why = ignores_staleness(self.loss, self.ratio)
+        if why is not None and staleness_bound(self.schedule) != 0:
+            raise ValueError(
+                f"schedule.type={self.schedule.type} trains tokens of older policy versions, and {why}: set "
+                "ratio.correction.type (token_truncation is common), or ratio.base to behaviour with a loss that has a "
+                "ratio; or set schedule.type to rounds"
+            )
 
     def _check_engine(self) -> None:
         """What a vLLM server cannot give. Raises ValueError."""

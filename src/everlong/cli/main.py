@@ -13,6 +13,7 @@ from rich.markup import escape
 
 import everlong
 from everlong.cli.entry import STOPPED
+from everlong.cli.lists import Names, Paths
 from everlong.contracts.errors import EverlongError
 from everlong.contracts.os_errors import explain_os_error
 from everlong.environments.sandboxes.config import Isolation
@@ -29,6 +30,7 @@ app.command(tasks_app)
 app.command(ledger_app)
 
 Tokens = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
+Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
 
 
 @app.command(help_flags=(), version_flags=())
@@ -43,8 +45,11 @@ def train(*arguments: Tokens) -> None:
 def sft(*arguments: Tokens) -> None:
     """Train a run's warm-up alone: supervised batches on oracle traces. Its checkpoint can start other runs.
 
+    ```
     everlong sft @ run.toml --output runs/warm
-    everlong train @ run.toml --model.type folder --model.path runs/warm/checkpoint --warmup.num-batches 0
+    everlong train @ run.toml --model.type folder \\
+        --model.path runs/warm/checkpoint --warmup.num-batches 0
+    ```
 
     Settings are those of `everlong train`; schedule.num_batches counts as 0. Held-out tasks are evaluated at the end.
     """
@@ -69,20 +74,21 @@ def resume(run: Path) -> None:
 
 @app.command(name="eval")
 def evaluate(
-    run: Path, *, tasks: tuple[Path, ...] = (), attempts: int = 1, version: int | None = None, json: Path | None = None
+    run: Path, *, tasks: Paths = (), attempts: int = 1, version: int | None = None, json: Path | None = None
 ) -> None:
-    """Evaluate a policy version of a run on task folders.
+    """Evaluate a policy version of a run on task folders: success with its 95 % interval, by kind and in all.
 
     Parameters
     ----------
     run
         Folder of the run whose weights, sampling and harness are used.
     tasks
-        Folders of tasks; none takes the run's held-out tasks.
+        Folders of tasks, with commas between them or the option repeated; none takes the run's held-out tasks.
     attempts
         Episodes per task.
     version
-        Policy version; none takes the newest published one.
+        Policy version: how many batches were trained, those of the warm-up among them, which are published once, at their
+        end. None takes the newest published one.
     json
         Write the figures to this file.
     """
@@ -112,7 +118,8 @@ def serve(
     port
         Port to listen on; 0 takes a free one and prints it.
     version
-        Policy version; none takes the newest published one.
+        Policy version: how many batches were trained, those of the warm-up among them, which are published once, at their
+        end. None takes the newest published one.
     key
         API key that clients must send; none makes one and prints it.
     allow_remote
@@ -124,7 +131,17 @@ def serve(
 
 
 @app.command
-def view(run: Path, episode: str = "") -> None:
+def view(
+    run: Path,
+    episode: Annotated[str, Parameter(show_default=False)] = "",
+    *,
+    task: Annotated[str, Parameter(show_default=False)] = "",
+    batch: int | None = None,
+    reward: float | None = None,
+    failed: Switch = False,
+    limit: int | None = None,
+    all: Switch = False,
+) -> None:
     """Show the episodes of a run, or one of them as a tree of turns.
 
     Parameters
@@ -133,10 +150,23 @@ def view(run: Path, episode: str = "") -> None:
         The run's folder.
     episode
         An episode's id, for example train-000003-001; none lists them.
+    task
+        List only episodes of this task, of this kind, or of the tasks whose id begins with this and a slash.
+    batch
+        List only episodes of this RL batch, counted from 1 as the terminal does.
+    reward
+        List only episodes with this reward; 0 for answers that were wrong.
+    failed
+        List only episodes that failed through no doing of the agent, and so have no reward.
+    limit
+        List only so many, the last ones; 200 where neither this nor --all is given.
+    all
+        List every one.
     """
+    from everlong.cli.selecting import Wanted
     from everlong.cli.view import view_command
 
-    view_command(run, episode)
+    view_command(run, episode, Wanted(task=task, batch=batch, reward=reward, failed=failed), limit, all)
 
 
 @app.command
@@ -178,7 +208,7 @@ def tasks_make(
     count: int | None = None,
     seed: int | None = None,
     split: str | None = None,
-    kinds: tuple[str, ...] = (),
+    kinds: Names = (),
 ) -> None:
     """Write task folders.
 
@@ -195,7 +225,7 @@ def tasks_make(
     split
         Of terminal: train, eval (held-out variants of the same kinds) or held-out-kinds; train where none is given.
     kinds
-        Of terminal: only these kinds; none takes all of the split.
+        Of terminal: only these kinds, with commas between them or the option repeated; none takes all of the split.
     """
     from everlong.cli.tasks import make_command
 

@@ -13,7 +13,7 @@ from everlong.environments.tasks.config import TasksConfig
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
 from everlong.models.config import ModelConfig, ScriptedModel, Smollm2Model, ToyModel
 from everlong.observe import SILENT, Stages
-from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
+from everlong.orchestrator.config import RoundsConfig, WarmupConfig
 from everlong.rollouts.config import HarnessConfig
 from everlong.trainer.config import AdamWConfig
 
@@ -62,9 +62,7 @@ def quickstart_config(model_type: str = "smollm2") -> RunConfig:
             harness=HarnessConfig(system_prompt="", max_turns=4, max_context=512),
             sampling=SamplingConfig(max_tokens=64),
             warmup=WarmupConfig(num_batches=210, traces_per_batch=64),
-            schedule=ScheduleConfig(
-                num_batches=24, groups_per_batch=16, group_size=8, eval_every=8, checkpoint_every=10
-            ),
+            schedule=RoundsConfig(num_batches=24, groups_per_batch=16, group_size=8, eval_every=8, checkpoint_every=10),
             optimizer=AdamWConfig(learning_rate=3e-4, supervised_learning_rate=2e-3, warmup_batches=20),
         )
     return RunConfig(
@@ -75,7 +73,7 @@ def quickstart_config(model_type: str = "smollm2") -> RunConfig:
         harness=HarnessConfig(system_prompt="", max_turns=4, max_context=512),
         sampling=SamplingConfig(max_tokens=48),
         warmup=WarmupConfig(num_batches=6, traces_per_batch=32, num_tasks=96),
-        schedule=ScheduleConfig(num_batches=20, groups_per_batch=8, group_size=8, eval_every=10, checkpoint_every=10),
+        schedule=RoundsConfig(num_batches=20, groups_per_batch=8, group_size=8, eval_every=10, checkpoint_every=10),
         optimizer=AdamWConfig(learning_rate=3e-5, supervised_learning_rate=1e-4),
     )
 

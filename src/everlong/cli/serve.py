@@ -32,7 +32,7 @@ def serve_command(run: Path, host: str, port: int, version: int | None, key: str
     if not 0 <= port <= 65535:
         raise ValueError(f"--port must be 0 to 65535, got {port}: 0 takes a free one")
     folder = RunFolder(run)
-    config = folder.read_config()
+    config = folder.open()
     listen(host, port).close()  # before the model is loaded for nothing
     server = GatewayServer(host, port, model=folder.path.resolve().name, allow_remote=allow_remote)
     run_to_the_end(_serve(config, folder, server, version, key or None))

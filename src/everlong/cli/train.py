@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from everlong.cli.absolute import absolute_paths
 from everlong.cli.announced import Announced
 from everlong.cli.arguments import DRY_RUN, parse_config
 from everlong.cli.compose import open_control
@@ -18,6 +19,7 @@ from everlong.cli.config import RunConfig
 from everlong.cli.entry import STOPPED
 from everlong.cli.event_loop import run_to_the_end
 from everlong.cli.fresh_folder import FreshFolder
+from everlong.cli.origin import origin_of, refuse_other_tasks
 from everlong.cli.quickstart import prepare_quickstart
 from everlong.cli.reporting import success_lines, write_run_report
 from everlong.cli.run_folder import RunFolder
@@ -25,6 +27,7 @@ from everlong.cli.sinks import open_sinks, progress_console
 from everlong.cli.start_checks import check_start
 from everlong.cli.store_owner import claim_store
 from everlong.cli.toml import config_text
+from everlong.environments.tasks.sources import read_run_tasks
 from everlong.ledger import Ledger, RunFinished
 from everlong.models.config import ScriptedModel
 from everlong.observe import Stages
@@ -61,20 +64,25 @@ def _start(config: RunConfig, *, dry: bool) -> None:
         return
     with FreshFolder(config, folder) as fresh:
         prepare_quickstart(config, folder, stages)
+        with stages.stage("noting what the tasks are"):
+            origin = origin_of(read_run_tasks(config.tasks))
+        config = absolute_paths(config)
         claim_store(config, folder)
-        folder.create(config)
+        folder.create(config, origin)
         console.print(f"run {folder.path}")
         _drive(config, folder, terminal, resume=False, started=fresh.keep)
 
 
 def resume_command(path: Path) -> None:
     folder = RunFolder(path)
-    config = folder.read_config()
+    config = folder.open()
     if _is_finished(folder):
         # it may have been killed between its last fact and its report
         console.print(f"finished already: {folder.path}", soft_wrap=True)
         _tell(folder)
         return
+    if (origin := folder.read_origin()) is not None:
+        refuse_other_tasks(origin, read_run_tasks(config.tasks))
     console.print(f"resume {folder.path}")
     _drive(config, folder, progress_console(config), resume=folder.ledger.exists(), started=lambda: None)
 

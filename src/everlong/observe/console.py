@@ -22,8 +22,8 @@ WARMUP_EVERY = 10
 
 
 class ConsoleSink:
-    """Shows of the axis "batch": `loss` in the warm-up, then `reward`, `tokens_per_s` and `reason/<why>`, the episodes
-    by how they ended, and where no group has signal that; of "eval": `success` with its interval over `episodes`. Ignores other axes.
+    """Shows of the axis "batch": `loss` in the warm-up, then `reward`, `tokens_per_s`, `idle` and `reason/<why>`, the
+    episodes by how they ended, and where no group has signal that; of "eval": `success` with its interval over `episodes`. Ignores other axes.
 
     `num_batches`: of the whole run, `num_warmup` of them before the RL batches; for the time left. A point is shown when
     it comes; nothing is kept.
@@ -76,6 +76,8 @@ class ConsoleSink:
             parts.append(f"reward {values['reward']:.3f}")
         if "tokens_per_s" in values:
             parts.append(f"{values['tokens_per_s']:5,.0f} tokens/s")
+        if "idle" in values:
+            parts.append(f"idle {values['idle']:3.0%}")
         parts += [
             f"{name.removeprefix(REASONS)} {n:.0f}" for name, n in sorted(values.items()) if name.startswith(REASONS)
         ]

@@ -50,5 +50,10 @@ def engine_metrics(status: EngineStatus) -> dict[str, float]:
 
 
 def loss_metrics(deciles: Sequence[Decile]) -> dict[str, float]:
-    """Share of lost episodes in each tenth of those that ended so far, from the shortest to the longest."""
-    return {f"lost_by_length/{place:02d}": decile.loss_rate for place, decile in enumerate(deciles, start=1)}
+    """Share of lost episodes in each tenth of those that ended so far, from the shortest to the longest; and, where any was, the
+    share of tokens that were too old to train."""
+    numbered = [(f"{place:02d}", decile) for place, decile in enumerate(deciles, start=1)]
+    values = {f"lost_by_length/{place}": decile.loss_rate for place, decile in numbered}
+    if any(decile.over_age for decile in deciles):
+        values |= {f"over_age_by_length/{place}": decile.over_age_rate for place, decile in numbered}
+    return values

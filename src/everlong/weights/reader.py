@@ -18,7 +18,11 @@ class WeightReader:
 
     def latest(self) -> int | None:
         """The newest published version, compared as a number; None before the first."""
-        return max((int(key.removeprefix(VERSIONS)) for key in self._store.list(VERSIONS)), default=None)
+        return max(self.versions(), default=None)
+
+    def versions(self) -> list[int]:
+        """Every published version, ascending."""
+        return sorted(int(key.removeprefix(VERSIONS)) for key in self._store.list(VERSIONS))
 
     def manifest(self, version: int) -> PublishedVersion:
         """Raises StaleWeights where the version is not published."""

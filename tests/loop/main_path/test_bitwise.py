@@ -27,9 +27,9 @@ from everlong.models.toy import build_toy
 from everlong.observe import MemorySink
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.conductor import Parts, RunConductor
-from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
+from everlong.orchestrator.config import RoundsConfig, WarmupConfig
 from everlong.orchestrator.loop import run
-from everlong.orchestrator.scheduler import RoundScheduler
+from everlong.orchestrator.schedules import make_scheduler
 from everlong.rollouts.gateway.session import SessionLimits
 from everlong.rollouts.messages import Message
 from everlong.rollouts.runner import EpisodeRunner, Sampling
@@ -153,8 +153,8 @@ class Steps:
                 clock=time.monotonic,
             )
         )
-        scheduler = RoundScheduler(
-            ScheduleConfig(num_batches=NUM_BATCHES, groups_per_batch=2, group_size=2, batch_deadline_s=None),
+        scheduler = make_scheduler(
+            RoundsConfig(num_batches=NUM_BATCHES, groups_per_batch=2, group_size=2, batch_deadline_s=None),
             WarmupConfig(),
             train_tasks=[task.id for task in self.tasks.train],
             eval_tasks=[],

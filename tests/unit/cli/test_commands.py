@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from cyclopts import Token
 
 from everlong.cli.config import RunConfig
+from everlong.cli.lists import split_paths
 from everlong.cli.main import main
 from everlong.cli.run_folder import RunFolder
 from everlong.cli.toml import write_config
@@ -20,7 +22,7 @@ HELP = {
     "resume": ("RUN",),
     "eval": ("--tasks", "--attempts", "--version", "--json"),
     "serve": ("--host", "--port", "--version", "--key", "--allow-remote"),
-    "view": ("RUN", "EPISODE"),
+    "view": ("RUN", "EPISODE", "--task", "--batch", "--reward", "--failed", "--limit", "--all"),
     "report": ("RUN",),
     "bench": ("NAME", "--json"),
     "tasks": ("make", "check", "show"),
@@ -44,6 +46,36 @@ def test_help_names_every_option(command: str, capsys: pytest.CaptureFixture[str
     assert run(*command.split(), "--help") == 0
     printed = capsys.readouterr().out
     assert [option for option in HELP[command] if option not in printed] == []
+
+
+def test_an_example_of_two_commands_is_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("sft", "--help") == 0
+    commands = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if line.startswith(" everlong")]
+    assert commands == [["everlong", "sft"], ["everlong", "train"]]
+
+
+@pytest.mark.parametrize("command", ["eval", "serve"])
+def test_help_says_that_versions_count_the_warm_up(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "--help") == 0
+    assert "warm-up" in capsys.readouterr().out
+
+
+MANY = {"repeated": "--kinds write-word --kinds make-folder", "with commas": "--kinds write-word,make-folder"}
+
+
+@pytest.mark.parametrize("many", MANY.values(), ids=MANY)
+def test_several_values_are_an_option_repeated_or_commas(many: str, tmp_path: Path) -> None:
+    assert run("tasks", "make", "terminal", "--count", "2", "--out", str(tmp_path / "made"), *many.split()) == 0
+    assert sorted(path.name.rpartition("-")[0] for path in (tmp_path / "made").iterdir()) == [
+        "make-folder",
+        "write-word",
+    ]
+
+
+def test_a_folder_with_a_comma_in_its_name_is_one_path(tmp_path: Path) -> None:
+    (tmp_path / "a,b").mkdir()
+    tokens = [Token(value=str(tmp_path / "a,b")), Token(value="c,d")]
+    assert split_paths(None, tokens) == (tmp_path / "a,b", Path("c"), Path("d"))
 
 
 NO_RUN = ("resume", "eval", "serve", "view", "report", "ledger check")
@@ -81,6 +113,7 @@ BAD_COMMANDS = {
     "tasks make humaneval --out OUT --seed 0": "--seed has no effect on humaneval",
     "tasks make humaneval --out OUT --kinds x": "--kinds has no effect on humaneval",
     "tasks check": "at least one task folder",
+    "tasks make terminal --count 1 --out OUT --kinds write-word,": "expected values with commas between them",
     "tasks check OUT": "OUT",
     "tasks show OUT": "OUT",
     "train run.toml": "a file of settings comes after @: `everlong train @ run.toml`",

@@ -81,7 +81,7 @@ def test_evaluation_shows_success_with_its_interval_and_who_has_no_verdict() -> 
     sink.log("eval", 8, {"success": 1.0, "episodes": 10.0, "without_verdict": 2.0})
     sink.log("eval", 9, {"episodes": 0.0, "without_verdict": 7.0})
     assert text.getvalue().splitlines() == [
-        "  held-out tasks before RL  success 50 % (42 to 58) of 150 episodes",
+        "  held-out tasks before RL  success 50.0 % (42.1 to 57.9) of 150 episodes",
         "  held-out tasks after 8 RL batches  success 100 % (72 to 100) of 10 episodes, 2 without verdict",
         "  held-out tasks after 9 RL batches  no verdict in 7 episodes",
     ]

@@ -27,14 +27,23 @@ class WorkerProcess:
 
     @classmethod
     async def start(
-        cls, *, factory: str, config: Path, run_folder: Path, environment: Mapping[str, str], timeout_s: float = 300.0
+        cls,
+        *,
+        factory: str,
+        config: Path,
+        run_folder: Path,
+        environment: Mapping[str, str],
+        name: str = "worker",
+        timeout_s: float = 300.0,
     ) -> WorkerProcess:
-        """Raises what the factory raised, or WorkerDied with the end of the worker's log."""
-        log = run_folder / "worker.log"
+        """`name` is that of its log and its lock: one worker of a name at a time works for a run.
+
+        Raises what the factory raised, or WorkerDied with the end of the worker's log."""
+        log = run_folder / f"{name}.log"
         # A pair of sockets has no name that a killed process could leave behind.
         ours, theirs = socket.socketpair()
         with theirs:
-            process = await _spawn(factory, config, theirs.fileno(), run_folder, log, environment)
+            process = await _spawn(factory, config, theirs.fileno(), log, environment)
         writer = None
         try:
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 26)
@@ -62,7 +71,7 @@ class WorkerProcess:
 
 
 async def _spawn(
-    factory: str, config: Path, socket_fd: int, run_folder: Path, log: Path, environment: Mapping[str, str]
+    factory: str, config: Path, socket_fd: int, log: Path, environment: Mapping[str, str]
 ) -> asyncio.subprocess.Process:
     argv = [sys.executable, "-m", "everlong.orchestrator.cells.worker"]
     argv += [
@@ -73,7 +82,7 @@ async def _spawn(
         "--config",
         str(config),
         "--lock",
-        str(run_folder / "worker.lock"),
+        str(log.with_suffix(".lock")),
     ]
     with log.open("ab") as out:
         return await asyncio.create_subprocess_exec(
