@@ -110,7 +110,7 @@ async def open_cell(
     async with AsyncExitStack() as stack:
 
         async def start(factory: str, name: str) -> WorkerProcess:
-            with stages.stage(f"starting the {name}, which loads model {config.model.type}"):
+            with stages.stage(f"starting the {name} process, which loads model {config.model.type}"):
                 worker = await WorkerProcess.start(
                     factory=factory,
                     config=folder.config,

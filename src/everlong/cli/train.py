@@ -64,10 +64,11 @@ def _start(config: RunConfig, *, dry: bool) -> None:
         return
     with FreshFolder(config, folder) as fresh:
         prepare_quickstart(config, folder, stages)
-        tasks = read_run_tasks(config.tasks)
+        with stages.stage("noting what the tasks are"):
+            origin = origin_of(read_run_tasks(config.tasks))
         config = absolute_paths(config)
         claim_store(config, folder)
-        folder.create(config, origin_of(tasks))
+        folder.create(config, origin)
         console.print(f"run {folder.path}")
         _drive(config, folder, terminal, resume=False, started=fresh.keep)
 

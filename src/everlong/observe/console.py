@@ -116,7 +116,7 @@ def _signal(values: Mapping[str, float]) -> list[str]:
         return []
     if unjudged := values.get("groups_without_verdicts", 0.0):
         return [f"no signal: of {groups:.0f} groups {silent - unjudged:.0f} agree, {unjudged:.0f} lack verdicts"]
-    return [f"no signal: all {groups:.0f} groups agree"]
+    return ["no signal: its one group agrees" if groups == 1 else f"no signal: all {groups:.0f} groups agree"]
 
 
 class _Pace:

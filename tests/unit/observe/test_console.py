@@ -42,11 +42,12 @@ AGREE = {"groups": 4.0, "groups_without_signal": 4.0, "groups_without_verdicts":
     ("values", "said"),
     [
         (AGREE, "no signal: all 4 groups agree  "),
+        ({**AGREE, "groups": 1.0, "groups_without_signal": 1.0}, "no signal: its one group agrees  "),
         ({**AGREE, "groups_without_verdicts": 1.0}, "no signal: of 4 groups 3 agree, 1 lack verdicts  "),
         ({**AGREE, "groups_without_signal": 3.0, "tokens/trained": 9.0}, ""),
         ({**AGREE, "tokens/trained": 9.0}, ""),
     ],
-    ids=["all agree", "some without verdict", "one differs", "agreeing ones are kept"],
+    ids=["all agree", "one group", "some without verdict", "one differs", "agreeing ones are kept"],
 )
 def test_a_batch_that_taught_nothing_says_so(values: dict[str, float], said: str) -> None:
     text = io.StringIO()
