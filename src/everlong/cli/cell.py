@@ -13,7 +13,7 @@ from everlong.cli.rendering import checkpoint_companions, make_renderer
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.ports import Engine, ObjectStore
 from everlong.contracts.records import GenerateRequest
-from everlong.engines.config import EmbeddedConfig, VllmConfig
+from everlong.engines.config import EmbeddedConfig, PoolConfig, VllmConfig
 from everlong.models.config import ScriptedModel, ToyModel
 from everlong.models.source import ModelSource, find_model
 from everlong.orchestrator.cells.worker import Cell
@@ -57,11 +57,7 @@ def _torch_cell(config: RunConfig, source: ModelSource, store: ObjectStore, fold
         )
     tokenizer = make_renderer(config).tokenizer
     lease = asyncio.Lock()
-    engine: Engine
-    if isinstance(config.engine, VllmConfig):
-        engine = _vllm_engine(config, config.engine, source, store, folder)
-    else:
-        engine = _torch_engine(config, config.engine, source, store, lease)
+    engine = _engine(config, source, store, folder, lease)
     trainer = PolicyTrainer(
         _build_model(config, source, tokenizer.vocab_size),
         config=config.trainer,
@@ -77,6 +73,25 @@ def _torch_cell(config: RunConfig, source: ModelSource, store: ObjectStore, fold
         companions=checkpoint_companions(source),
     )
     return Cell(engine, trainer)
+
+
+def _engine(
+    config: RunConfig, source: ModelSource, store: ObjectStore, folder: RunFolder, lease: asyncio.Lock
+) -> Engine:
+    """The run's engine, or its pool of them; what they share of the machine they take turns on, by the lease."""
+
+    def one(settings: EmbeddedConfig | VllmConfig, log: str) -> Engine:
+        if isinstance(settings, VllmConfig):
+            return _vllm_engine(config, settings, source, store, folder, log)
+        return _torch_engine(config, settings, source, store, lease)
+
+    if not isinstance(config.engine, PoolConfig):
+        return one(config.engine, "vllm.log")
+    from everlong.engines.pool.pool import EnginePool
+
+    engine = config.engine
+    members = [one(settings, f"{name}.log") for settings, name in zip(engine.members, engine.names, strict=True)]
+    return EnginePool(members, engine)
 
 
 def _torch_engine(
@@ -95,7 +110,7 @@ def _torch_engine(
 
 
 def _vllm_engine(
-    config: RunConfig, settings: VllmConfig, source: ModelSource, store: ObjectStore, folder: RunFolder
+    config: RunConfig, settings: VllmConfig, source: ModelSource, store: ObjectStore, folder: RunFolder, log: str
 ) -> Engine:
     """The server computes in processes of its own, beside the trainer, and shares no lease with it."""
     from everlong.engines.vllm_engine.engine import VllmEngine
@@ -109,7 +124,7 @@ def _vllm_engine(
         server = GivenServer(settings.url, settings.start_timeout_s)
     else:
         model = ServedModel(shape.to_hf(), config.model.dtype, context)
-        server = StartedServer(settings, model, log=folder.path / "vllm.log", threads=config.threads)
+        server = StartedServer(settings, model, log=folder.path / log, threads=config.threads)
     return VllmEngine(
         server,
         WeightReader(store),

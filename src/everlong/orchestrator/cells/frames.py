@@ -15,9 +15,11 @@ import msgspec
 from everlong.contracts import errors
 from everlong.contracts.errors import EverlongError
 from everlong.contracts.records import (
+    EngineMismatch,
     EngineStatus,
     GenerateReply,
     GenerateRequest,
+    MemberStatus,
     PublishedVersion,
     ScoredColumns,
     ScoreRequest,
@@ -33,6 +35,7 @@ METHODS: dict[str, tuple[Any, Any]] = {
     "engine.abort": (tuple[str, ...], None),
     "engine.update": (int, EngineStatus),
     "engine.status": (None, EngineStatus),
+    "engine.judge": (tuple[EngineMismatch, ...], tuple[MemberStatus, ...]),
     "trainer.train": (TrainBatch, TrainReport),
     "trainer.score": (ScoreRequest, ScoredColumns),
     "trainer.save": (None, TrainerStatus),
