@@ -251,6 +251,7 @@ class Dispatcher:
         member.updating, member.version = None, event.policy_version
         if member.trusted and not member.serves:
             member.state, member.reason, member.failures = MemberState.SERVING, "", 0
+            self._halted = False
         return [*self._next_update(event.engine, event.policy_version), *self._place_waiting(event.at_s)]
 
     def _update_failed(self, event: UpdateFailed) -> list[Action]:

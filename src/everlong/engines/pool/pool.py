@@ -134,7 +134,10 @@ class EnginePool:
             if not flight.placed.done():
                 flight.placed.set_exception(EngineError("the engine is closed"))
         await asyncio.gather(*(member.close() for member in self.members))
-        await asyncio.gather(*self._updates.values())
+        updates = [*self._updates.values()]
+        for update in updates:
+            update.cancel()
+        await asyncio.gather(*updates, return_exceptions=True)
 
     # Requests --------------------------------------------------------------------------------------------------------
 
