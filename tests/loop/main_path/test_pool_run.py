@@ -7,6 +7,8 @@ import pytest
 import torch
 from tests.campaign.comparing import facts_of
 from tests.campaign.small_run import make_tasks, small_config
+from tests.fake_vllm import write_python
+from tests.kept_server import processes_of
 
 from everlong.cli import cell
 from everlong.cli.compose import open_control
@@ -14,7 +16,8 @@ from everlong.cli.config import SamplingConfig
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.errors import EngineError
 from everlong.contracts.records import MemberState, Purpose
-from everlong.engines.config import EmbeddedConfig, PoolConfig
+from everlong.engines.config import EmbeddedConfig, PoolConfig, VllmConfig
+from everlong.engines.pool import pool
 from everlong.ledger import EngineChanged, EpisodeStore, check_ledger, read_lifecycle
 from everlong.models.numerics import NumericsUnavailable, self_test
 from everlong.observe import MemorySink
@@ -163,3 +166,25 @@ async def test_where_every_engine_is_wrong_the_run_stops_and_goes_on_when_one_is
     assert check_ledger(config.output).ok
     last = rows_of(sink)[-1]
     assert [last[f"engine/{engine}/mismatch"] for engine in PAIR.names] == [0.0, 0.0]
+
+
+async def test_an_engine_of_ours_and_a_server_that_dies_serve_one_run_and_no_episode_is_lost(tmp_path, monkeypatch):
+    """The server is a fake with a real engine inside."""
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    monkeypatch.setenv("FAKE_VLLM_FAULTS", str(faults))
+    monkeypatch.setattr(pool, "LAG_S", 300.0)  # until the server has started
+    (faults / "die").touch()
+    mixed = PoolConfig(members=(SMALL, VllmConfig(python=write_python(tmp_path))), mismatch_tokens=50)
+    config, sink = config_of(tmp_path / "run", mixed).model_copy(update={"numerics": "fast"}), MemorySink()
+    await drive(config, sink)
+    assert not (faults / "die").exists(), "it died"
+    assert samplers(config) == {0, 1}
+    assert changes(config) == [("0-embedded", MemberState.SERVING), ("1-vllm", MemberState.SERVING)]
+    episodes = read_lifecycle(config.output / "ledger.db").episodes.values()
+    assert all(view.finish_reason.trustworthy for view in episodes)
+    last = rows_of(sink)[-1]
+    assert last["engine/1-vllm/server_losses"] == 1.0
+    assert all(last[f"engine/{engine}/mismatch"] < 1e-4 for engine in mixed.names)
+    assert check_ledger(config.output).ok
+    assert processes_of("tests.fake_vllm", tmp_path) == []
