@@ -7,16 +7,20 @@ CORE_VENV := .venv-core
 CORE_STAMP := $(CORE_VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+SEAWEEDFS_VENV := .venv-seaweedfs
+SEAWEEDFS_STAMP := $(SEAWEEDFS_VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup vllm train test unit loop system campaign study-learning peers check format docs clean help
+.PHONY: setup vllm seaweedfs train test unit loop system gvisor campaign study-learning peers check format docs clean help
 
 help:
 	@echo "make setup   install everlong into $(VENV); the command is $(BIN)/everlong"
 	@echo "make vllm    the environment of a vLLM server in $(VLLM_VENV), for engine.type=vllm"
+	@echo "make seaweedfs  the S3 server of the system tests in $(SEAWEEDFS_VENV), 180 MB"
 	@echo "make train   the quickstart: trains, evaluates, writes a report"
 	@echo "make test    unit and loop tiers (what a change must pass)"
 	@echo "make system  real servers and clients"
+	@echo "make gvisor  fetches gVisor's runsc into a cache folder (sandbox.type=gvisor); skipped aloud where it cannot be had"
 	@echo "make check   lint, types, import contracts"
 	@echo "make study-learning  RL against more imitation and shuffled rewards, three seeds, about an hour"
 	@echo "make peers   what the benches engine and step are measured against: transformers and TRL, 1.3 GB"
@@ -38,6 +42,12 @@ $(VLLM_STAMP): constraints-vllm.txt scripts/setup_vllm.sh
 	@PYTHON="$(PYTHON)" VENV="$(VLLM_VENV)" bash scripts/setup_vllm.sh
 	@touch $(VLLM_STAMP)
 
+seaweedfs: $(SEAWEEDFS_STAMP)
+
+$(SEAWEEDFS_STAMP): scripts/setup_seaweedfs.sh
+	@PYTHON="$(PYTHON)" VENV="$(SEAWEEDFS_VENV)" bash scripts/setup_seaweedfs.sh
+	@touch $(SEAWEEDFS_STAMP)
+
 train: $(STAMP)
 	$(BIN)/everlong train
 
@@ -50,8 +60,12 @@ loop: $(STAMP) $(CORE_STAMP)
 test: $(STAMP) $(CORE_STAMP)
 	EVERLONG_CORE_PYTHON=$(abspath $(CORE_VENV))/bin/python $(PYTEST) tests/unit tests/loop
 
-system: $(STAMP)
+system: $(STAMP) gvisor
 	$(PYTEST) tests/system
+	EVERLONG_TEST_GVISOR=1 $(PYTEST) tests/unit/environments/sandboxes/test_sandbox_contract.py -k gvisor -rs
+
+gvisor:
+	@bash scripts/gvisor.sh
 
 study-learning: $(STAMP)
 	$(BIN)/python -m tests.study.learning
@@ -73,4 +87,4 @@ format: $(STAMP)
 	$(BIN)/ruff format src tests
 
 clean:
-	rm -rf $(VENV) $(CORE_VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CORE_VENV) $(VLLM_VENV) $(SEAWEEDFS_VENV) .pytest_cache .ruff_cache .hypothesis

@@ -26,7 +26,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -37,6 +37,7 @@ from tests.campaign.processes import Process, child_worker, left_over
 from tests.campaign.small_run import make_tasks, small_config, start, start_train
 from tests.evidence import ROOT, write_evidence
 
+from everlong.cli.config import WeightsConfig
 from everlong.contracts.records import Record
 
 Target = Literal["control", "worker", "both"]
@@ -92,6 +93,8 @@ class Campaign:
     model: Literal["toy", "scripted"]
     num_warmup: int
     seed: int
+    stores: str | None = None
+    """URL below which each run that is killed has a store of its own; None is its folder. The reference has its folder."""
 
     def run(self, num_kills: int) -> Iterator[KilledRun]:
         """Every target's runs in turn; those of an earlier process are read back."""
@@ -112,7 +115,7 @@ class Campaign:
         if known.exists():
             return msgspec.json.decode(known.read_bytes(), type=Reference)
         began = time.monotonic()
-        folder, control = self.start("reference")
+        folder, control = replace(self, stores=None).start("reference")
         if control.wait(RUN_S) != 0:
             raise RuntimeError(f"the undisturbed run failed: see {folder.with_suffix('.log')}")
         reference = Reference(duration_s=time.monotonic() - began, outcome=outcome_of(folder))
@@ -124,7 +127,7 @@ class Campaign:
         began = time.monotonic()
         folder, moment_s, failures = self._start_and_kill(target, index, reference)
         before = facts_of(folder)
-        num_resumes, ended = self._resume_to_end(folder)
+        num_resumes, ended = self.resume_to_end(folder)
         failures += ended or self.check(folder, reference.outcome)
         kinds = Counter(type(fact).__name__ for fact in facts_of(folder))
         return KilledRun(
@@ -162,9 +165,13 @@ class Campaign:
         """A run's folder, and the control process that has begun to fill it."""
         folder = _fresh(self.work / "runs" / name)
         tasks = make_tasks(self.work / "tasks", easy=self.model == "toy")
-        return folder, start_train(small_config(tasks, folder, self.model, self.num_warmup))
+        config = small_config(tasks, folder, self.model, self.num_warmup)
+        if self.stores is not None:
+            config = config.model_copy(update={"weights": WeightsConfig(store=f"{self.stores}/{folder.name}")})
+        return folder, start_train(config)
 
-    def _resume_to_end(self, folder: Path) -> tuple[int, list[str]]:
+    def resume_to_end(self, folder: Path) -> tuple[int, list[str]]:
+        """How many resumes it took, and what went wrong."""
         for number in range(1, MAX_RESUMES + 1):
             if _resume(folder).wait(RUN_S) == 0:
                 return number, []

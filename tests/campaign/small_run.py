@@ -15,7 +15,7 @@ from everlong.cli.toml import write_config
 from everlong.environments.tasks.config import TasksConfig
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
 from everlong.models.config import ScriptedModel, ToyModel
-from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
+from everlong.orchestrator.config import RoundsConfig, WarmupConfig
 from everlong.rollouts.config import HarnessConfig
 from everlong.trainer.config import AdamWConfig
 
@@ -64,7 +64,7 @@ def small_config(tasks: TasksConfig, output: Path, model: Literal["toy", "script
         harness=HarnessConfig(system_prompt="", max_turns=2, max_context=384),
         sampling=SamplingConfig(max_tokens=24),
         warmup=WarmupConfig(num_batches=num_warmup, traces_per_batch=8),
-        schedule=ScheduleConfig(num_batches=4, groups_per_batch=3, group_size=4, checkpoint_every=2),
+        schedule=RoundsConfig(num_batches=4, groups_per_batch=3, group_size=4, checkpoint_every=2),
         observe=ObserveConfig(progress="plain"),
     )
 

@@ -36,7 +36,7 @@ from everlong.environments.tasks.terminal.generate import Split, make_terminal
 from everlong.ledger import check_ledger, read_lifecycle
 from everlong.models.config import FolderModel, Smollm2Model
 from everlong.observe import Gain, paired_gain, read_points
-from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
+from everlong.orchestrator.config import RoundsConfig, WarmupConfig
 from everlong.rollouts.config import HarnessConfig
 from everlong.trainer.config import AdamWConfig
 from everlong.trajectories.credit import CreditConfig
@@ -54,8 +54,8 @@ KINDS = (
     "follow-name",
 )
 NUM_TRAIN, NUM_EVAL, NUM_OTHER_KINDS = 600, 200, 60
-NUM_SHOWN = 15
-NUM_WARMUP, NUM_RL = 9, 12
+NUM_SHOWN = 12
+NUM_WARMUP, NUM_RL = 18, 14
 COMMAND = (sys.executable, "-c", "from everlong.cli.main import main; main()")
 PATHS = ("src/everlong", "tests/study")
 
@@ -137,7 +137,9 @@ class Study:
             tasks=self._tasks,
             harness=HarnessConfig(system_prompt="", max_turns=5, max_context=512),
             sampling=SamplingConfig(max_tokens=48),
-            schedule=ScheduleConfig(num_batches=self._num_rl, groups_per_batch=8, group_size=8, checkpoint_every=100),
+            schedule=RoundsConfig(
+                num_batches=self._num_rl, groups_per_batch=16, group_size=8, max_running=128, checkpoint_every=100
+            ),
             optimizer=AdamWConfig(learning_rate=1e-4 if start is None else 3e-5),
             observe=ObserveConfig(progress="plain"),
         )

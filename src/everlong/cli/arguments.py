@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -33,7 +34,9 @@ def parse_config(arguments: Sequence[str], command: str = "train") -> RunConfig:
     nearest name), invalid or without effect. `--help` prints every setting and exits."""
     from pydantic_config import ConfigFileError, cli
 
+    arguments = _apart(arguments)
     _refuse_repeats(arguments)
+    _refuse_loose_files(arguments, command)
     default = None if any(word.startswith("@") for word in arguments) else quickstart_config(_model_type(arguments))
     try:
         with options_given(_settings(arguments)):
@@ -50,12 +53,31 @@ def parse_config(arguments: Sequence[str], command: str = "train") -> RunConfig:
     return config if default is None else _with_own_tasks(config, default.tasks, _settings(arguments))
 
 
+def _apart(arguments: Sequence[str]) -> list[str]:
+    """`--name=value` as two words: in a table of several types the library takes the whole for a name."""
+    words = []
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        words += [name, value] if equals and name.startswith("--") and not value.startswith("--") else [word]
+    return words
+
+
 def _refuse_repeats(arguments: Sequence[str]) -> None:
     """The last one would win in silence. Raises ValueError."""
     options = [word.split("=", 1)[0] for word in arguments if word.startswith("--")]
     for option, count in Counter(options).items():
         if count > 1:
             raise ValueError(f'option {option} is given {count} times: give it once, several paths as \'["a", "b"]\'')
+
+
+def _refuse_loose_files(arguments: Sequence[str], command: str) -> None:
+    """A file that no @ stands before, where no option takes it. Raises ValueError that shows the form."""
+    for before, word in pairwise(["", *arguments]):
+        takes_it = before.startswith("--") and not before.startswith("--no-") and "=" not in before
+        if word.startswith(("-", "@")) or before == "@" or takes_it:
+            continue
+        if word.endswith(".toml") or Path(word).is_file():
+            raise ValueError(f"a file of settings comes after @: `everlong {command} @ {word}`")
 
 
 def _model_type(arguments: Sequence[str]) -> str:

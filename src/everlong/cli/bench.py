@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -31,19 +32,32 @@ class Row:
     """Above 1 means better than the reference."""
 
 
-def _benches() -> dict[str, tuple[str, Callable[[], list[Row]]]]:
-    from everlong.cli.benches import aligned, engine, ledger, step, weights
+def _benches() -> dict[str, tuple[str, Callable[..., list[Row]]]]:
+    from everlong.cli.benches import aligned, engine, ledger, lora, sandbox, step, weights
 
     return {
         "aligned": ("aligned numerics against fast ones: a training step and decoding on the toy", aligned.measure),
         "engine": ("the embedded engine against Hugging Face generate, SmolLM2-135M", engine.measure),
         "ledger": ("group commit against one commit per fact", ledger.measure),
+        "lora": ("one RL step and one version through adapters against every weight, SmolLM2-135M", lora.measure),
+        "sandbox": (
+            "sandboxes: start, command, pause, snapshot, fork and rollback per backend, and over-commit",
+            sandbox.measure,
+        ),
         "step": ("one RL step against TRL's GRPO trainer, SmolLM2-135M", step.measure),
         "weights": ("delta size and time against shipping the whole weights", weights.measure),
     }
 
 
-def bench_command(name: str, out: Path | None) -> None:
+TAKES_STORE = "weights"
+
+
+def bench_command(name: str, out: Path | None, store: str | None = None) -> None:
+    """Raises ValueError for a bench that does not exist, and for a store that it would not use."""
+    if store is not None and name != TAKES_STORE:
+        raise ValueError(
+            f"bench {name or 'without a name'} uses no store, got --store {store}: leave it out, or measure {TAKES_STORE}"
+        )
     console = Console(highlight=False)
     benches = _benches()
     if not name:
@@ -54,8 +68,9 @@ def bench_command(name: str, out: Path | None) -> None:
         return
     if name not in benches:
         raise ValueError(f"there is no bench {name!r}: there are {', '.join(benches)}")
+    measure = benches[name][1] if store is None else partial(benches[name][1], store)
     with only_one(Path(tempfile.gettempdir()) / "everlong-bench.lock"):
-        rows = benches[name][1]()
+        rows = measure()
     console.print(_table(rows))
     if out is not None:
         out.write_text(json.dumps(figures(name, rows), indent=2) + "\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from everlong.cli.config import RunConfig
@@ -25,20 +27,26 @@ class NoAccount:
         """Nothing to write."""
 
 
-def newest_version(config: RunConfig, folder: RunFolder) -> int:
-    """Raises NotFound where the run has published none."""
-    newest = WeightReader(open_store(folder.store_url(config))).latest()
-    if newest is None:
-        raise NotFound(f"{folder.path} has published no policy version yet")
-    return newest
-
-
 def chosen_version(config: RunConfig, folder: RunFolder, version: int | None) -> int:
-    """The version asked for, else the newest. Raises NotFound where the run has not published it."""
-    newest = newest_version(config, folder)
-    if version is not None and not 0 <= version <= newest:
-        raise NotFound(f"version {version} is not published: the newest in the store is {newest}")
-    return newest if version is None else version
+    """The version asked for, else the newest. Raises NotFound where the run has not published it, and says what it has."""
+    published = WeightReader(open_store(folder.store_url(config))).versions()
+    if not published:
+        raise NotFound(f"{folder.path} has published no policy version yet")
+    if version is not None and version not in published:
+        counted = (
+            f"; the first {warm} are of the warm-up, published once" if (warm := config.warmup.num_batches) else ""
+        )
+        raise NotFound(
+            f"version {version} is not published: there are {ranges_text(published)}. A version counts trained batches{counted}"
+        )
+    return published[-1] if version is None else version
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """Of ascending numbers. Example: [0, 6, 7, 8] is "0, 6 to 8"."""
+    breaks = [place for place, (one, next_one) in enumerate(pairwise(numbers), 1) if next_one != one + 1]
+    runs = [numbers[start:stop] for start, stop in pairwise([0, *breaks, len(numbers)])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
 def beside_run(config: RunConfig, folder: RunFolder, scratch: Path) -> tuple[RunFolder, RunConfig]:
@@ -46,5 +54,5 @@ def beside_run(config: RunConfig, folder: RunFolder, scratch: Path) -> tuple[Run
     store = folder.absolute_store_url(config)
     settings = config.model_copy(update={"weights": config.weights.model_copy(update={"store": store})})
     aside = RunFolder(scratch)
-    aside.create(settings)
+    aside.create(settings, folder.read_origin())
     return aside, settings

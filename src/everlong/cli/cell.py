@@ -1,20 +1,24 @@
-"""What stands behind the ports in the worker: `build_cell` is the factory path that the control process names."""
+"""What stands behind the ports in a worker: a cell with an engine and a trainer that take turns, or one with either.
+
+The factories' paths are what the control process names.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everlong.cli.config import RunConfig
 from everlong.cli.rendering import checkpoint_companions, make_renderer
 from everlong.cli.run_folder import RunFolder
-from everlong.contracts.ports import Engine, ObjectStore
+from everlong.contracts.ports import Engine, ObjectStore, Trainer
 from everlong.contracts.records import GenerateRequest
 from everlong.engines.config import EmbeddedConfig, PoolConfig, VllmConfig
-from everlong.models.config import ScriptedModel, ToyModel
+from everlong.models.adapter_config import LoraConfig
+from everlong.models.config import FolderModel, HubModel, ModelConfig, ScriptedModel, Smollm2Model, ToyModel
 from everlong.models.source import ModelSource, find_model
 from everlong.orchestrator.cells.worker import Cell
 from everlong.rollouts.renderers.chatml import Renderer
@@ -25,54 +29,97 @@ if TYPE_CHECKING:
     from everlong.models.llama.model import Llama
 
 FACTORY = "everlong.cli.cell:build_cell"
+ENGINE_FACTORY = "everlong.cli.cell:build_engine_cell"
+TRAINER_FACTORY = "everlong.cli.cell:build_trainer_cell"
 
 
 def build_cell(config_path: str) -> Cell:
     """The cell of the run whose resolved config lies at this path."""
-    folder = RunFolder(Path(config_path).parent)
-    config = folder.read_config()
-    store = open_store(folder.store_url(config))
-    source = find_model(config.model)
-    build = _scripted_cell if isinstance(config.model, ScriptedModel) else _torch_cell
-    return build(config, source, store, folder)
-
-
-def _torch_cell(config: RunConfig, source: ModelSource, store: ObjectStore, folder: RunFolder) -> Cell:
-    import torch
-
-    from everlong.models.numerics import Numerics, self_test
-    from everlong.trainer.trainer import PolicyTrainer
-
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    numerics, shape = Numerics(config.numerics), source.shape
-    if numerics is Numerics.ALIGNED:
-        self_test(
-            shape.hidden_size,
-            shape.intermediate_size,
-            shape.padded_vocab_size,
-            shape.head_dim,
-            shape.num_heads,
-            shape.num_kv_heads,
-        )
-    tokenizer = make_renderer(config).tokenizer
+    making = _Making.of(config_path)
+    making.prepare(share=1)
     lease = asyncio.Lock()
-    engine = _engine(config, source, store, folder, lease)
-    trainer = PolicyTrainer(
-        _build_model(config, source, tokenizer.vocab_size),
-        config=config.trainer,
-        loss=config.loss,
-        ratio=config.ratio,
-        kl=config.kl,
-        optimizer=config.optimizer,
-        numerics=numerics,
-        store=store,
-        publisher=WeightPublisher(store, config.weights.anchor_every),
-        seed=config.seed,
-        lease=lease,
-        companions=checkpoint_companions(source),
-    )
-    return Cell(engine, trainer)
+    return Cell(making.engine(lease), making.trainer(lease))
+
+
+def build_engine_cell(config_path: str) -> Cell:
+    """Of a run that samples while it trains; it computes on half of the machine."""
+    making = _Making.of(config_path)
+    making.prepare(share=2)
+    return Cell(making.engine(asyncio.Lock()), None)
+
+
+def build_trainer_cell(config_path: str) -> Cell:
+    """Of a run that samples while it trains; it computes on the other half."""
+    making = _Making.of(config_path)
+    making.prepare(share=2)
+    return Cell(None, making.trainer(asyncio.Lock()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Making:
+    """What a cell is made of."""
+
+    config: RunConfig
+    source: ModelSource
+    store: ObjectStore
+    folder: RunFolder
+
+    @classmethod
+    def of(cls, config_path: str) -> _Making:
+        folder = RunFolder(Path(config_path).parent)
+        config = folder.open()
+        return cls(config, find_model(config.model), open_store(folder.store_url(config)), folder)
+
+    def prepare(self, share: int) -> None:
+        """Set the process's threads, the config's or the machine's by `share`. Raises ValueError where it cannot keep what
+        `numerics` asks for."""
+        if isinstance(self.config.model, ScriptedModel):
+            return
+        import torch
+
+        from everlong.models.numerics import Numerics, self_test
+
+        if self.config.threads is not None or share > 1:
+            torch.set_num_threads(self.config.threads or max(1, torch.get_num_threads() // share))
+        shape, adapter = self.source.shape, self.config.adapter
+        if Numerics(self.config.numerics) is Numerics.ALIGNED:
+            self_test(
+                shape.hidden_size,
+                shape.intermediate_size,
+                shape.padded_vocab_size,
+                shape.head_dim,
+                shape.num_heads,
+                shape.num_kv_heads,
+                adapter.rank if isinstance(adapter, LoraConfig) else None,
+            )
+
+    def engine(self, lease: asyncio.Lock) -> Engine:
+        config = self.config
+        if isinstance(config.model, ScriptedModel):
+            return _scripted_engine(config, self.source, self.store)
+        return _engine(config, self.source, self.store, self.folder, lease)
+
+    def trainer(self, lease: asyncio.Lock) -> Trainer:
+        config, publisher = self.config, WeightPublisher(self.store, self.config.weights.anchor_every)
+        if isinstance(config.model, ScriptedModel):
+            return _scripted_trainer(self.store, publisher)
+        from everlong.models.numerics import Numerics
+        from everlong.trainer.trainer import PolicyTrainer
+
+        return PolicyTrainer(
+            _build_model(config, self.source, make_renderer(config).tokenizer.vocab_size),
+            config=config.trainer,
+            loss=config.loss,
+            ratio=config.ratio,
+            kl=config.kl,
+            optimizer=config.optimizer,
+            numerics=Numerics(config.numerics),
+            store=self.store,
+            publisher=publisher,
+            seed=config.seed,
+            lease=lease,
+            companions=checkpoint_companions(self.source),
+        )
 
 
 def _engine(
@@ -136,6 +183,26 @@ def _vllm_engine(
 
 
 def _build_model(config: RunConfig, source: ModelSource, vocab_size: int) -> Llama:
+    model = _network(config, source, vocab_size)
+    if isinstance(config.adapter, LoraConfig):
+        model.adapt(config.adapter, _base_name(config.model))
+    return model
+
+
+def _base_name(model: ModelConfig) -> str | None:
+    """What PEFT finds the frozen weights under; None where they lie nowhere."""
+    match model:
+        case Smollm2Model():
+            return "HuggingFaceTB/SmolLM2-135M-Instruct"
+        case FolderModel():
+            return str(model.path.absolute())
+        case HubModel():
+            return model.repo
+        case _:
+            return None
+
+
+def _network(config: RunConfig, source: ModelSource, vocab_size: int) -> Llama:
     import torch
 
     from everlong.models.checkpoint import load_checkpoint
@@ -152,19 +219,23 @@ def _build_model(config: RunConfig, source: ModelSource, vocab_size: int) -> Lla
     return load_checkpoint(source.folder, vocab_size=vocab_size, dtype=dtype, numerics=numerics)
 
 
-def _scripted_cell(config: RunConfig, source: ModelSource, store: ObjectStore, folder: RunFolder) -> Cell:
+def _scripted_engine(config: RunConfig, source: ModelSource, store: ObjectStore) -> Engine:
     from everlong.engines.scripted import ScriptedEngine
-    from everlong.trainer.scripted import ScriptedTrainer
 
     assert isinstance(config.model, ScriptedModel)
     renderer = make_renderer(config)
-    engine = ScriptedEngine(
+    return ScriptedEngine(
         _ScriptedPart(renderer, config.model.seed),
         WeightReader(store),
         token_bytes=renderer.tokenizer.token_bytes(),
         max_context=config.engine.context(source.shape.max_positions),
     )
-    return Cell(engine, ScriptedTrainer(store, WeightPublisher(store, config.weights.anchor_every)))
+
+
+def _scripted_trainer(store: ObjectStore, publisher: WeightPublisher) -> Trainer:
+    from everlong.trainer.scripted import ScriptedTrainer
+
+    return ScriptedTrainer(store, publisher)
 
 
 class _ScriptedPart:

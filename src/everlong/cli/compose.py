@@ -9,7 +9,7 @@ from typing import cast
 
 from blake3 import blake3
 
-from everlong.cli.cell import FACTORY, build_cell
+from everlong.cli.cell import ENGINE_FACTORY, FACTORY, TRAINER_FACTORY, build_cell
 from everlong.cli.config import RunConfig
 from everlong.cli.rendering import make_renderer
 from everlong.cli.run_folder import RunFolder
@@ -25,26 +25,32 @@ from everlong.environments.tasks.sources import RunTasks, read_run_tasks
 from everlong.ledger import CallUncounted, EpisodeStore, Ledger, LedgerWriter, RunStarted, TokensDiscarded, TurnSampled
 from everlong.models.numerics_env import prepare_process, required_environment
 from everlong.models.source import find_model
+from everlong.observe import SILENT, Stages
+from everlong.orchestrator.agenda import is_checkpoint_due
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.cells.supervisor import WorkerProcess
 from everlong.orchestrator.conductor import Parts, RunConductor
+from everlong.orchestrator.config import AsyncConfig, staleness_bound
 from everlong.orchestrator.recovery import interruptions, progress_of
-from everlong.orchestrator.scheduler import RoundScheduler, is_checkpoint_due
+from everlong.orchestrator.schedules import AnyScheduler, make_scheduler
 from everlong.rollouts.gateway.session import SessionLimits
 from everlong.rollouts.harnesses.opening import open_harness
+from everlong.rollouts.pausing import PausableEngine, Pause
 from everlong.rollouts.runner import EpisodeRunner, Sampling
 from everlong.storage import open_store
 
 
 def make_sampling(config: RunConfig, engine: Engine) -> Sampling:
+    pause = Pause()
     renderer = make_renderer(config)
     context = config.context(find_model(config.model).shape.max_positions)
     return Sampling(
-        engine=engine,
+        engine=PausableEngine(engine, pause),
         renderer=renderer,
         params=config.sampling.params(renderer.stop_ids),
         run_seed=config.seed,
         limits=SessionLimits(max_turns=config.harness.max_turns, max_context=context),
+        pause=pause,
         thinking=config.harness.thinking,
     )
 
@@ -73,45 +79,63 @@ class LedgerJournal:
 
 @dataclass(frozen=True, slots=True)
 class CellPorts:
-    """A cell's engine and trainer, wherever they live."""
+    """An engine and a trainer, wherever they live."""
 
     engine: Engine
     trainer: Trainer
-    worker: WorkerProcess | None
+    workers: tuple[WorkerProcess, ...] = ()
 
     def lost(self) -> bool:
-        return self.worker is not None and self.worker.connection.lost.done()
+        return any(worker.connection.lost.done() for worker in self.workers)
+
+    @property
+    def apart(self) -> bool:
+        """Whether each has a process of its own."""
+        return len(self.workers) > 1
 
 
 @asynccontextmanager
-async def open_cell(config: RunConfig, folder: RunFolder) -> AsyncGenerator[CellPorts]:
-    """The cell in a process of its own, or in this one."""
+async def open_cell(
+    config: RunConfig, folder: RunFolder, stages: Stages = SILENT, *, apart: bool = False
+) -> AsyncGenerator[CellPorts]:
+    """Engine and trainer in one cell, in a process of its own or in this one; `apart`: in a process each."""
     if config.worker == "inline":
         prepare_process(config.numerics)
-        cell = build_cell(str(folder.config))
-        assert cell.trainer is not None
+        with stages.stage(f"loading model {config.model.type}"):
+            cell = build_cell(str(folder.config))
+        assert cell.engine is not None and cell.trainer is not None
         try:
-            yield CellPorts(cell.engine, cell.trainer, None)
+            yield CellPorts(cell.engine, cell.trainer)
         finally:
             await cell.close()
         return
-    worker = await WorkerProcess.start(
-        factory=FACTORY,
-        config=folder.config,
-        run_folder=folder.path,
-        environment=required_environment(config.numerics),
-    )
-    try:
-        yield CellPorts(worker.engine, worker.trainer, worker)
-    finally:
-        await worker.close()
+    async with AsyncExitStack() as stack:
+
+        async def start(factory: str, name: str) -> WorkerProcess:
+            with stages.stage(f"starting the {name} process, which loads model {config.model.type}"):
+                worker = await WorkerProcess.start(
+                    factory=factory,
+                    config=folder.config,
+                    run_folder=folder.path,
+                    environment=required_environment(config.numerics),
+                    name=name,
+                )
+            stack.push_async_callback(worker.close)
+            return worker
+
+        if apart:
+            engine, trainer = await start(ENGINE_FACTORY, "engine"), await start(TRAINER_FACTORY, "trainer")
+            yield CellPorts(engine.engine, trainer.trainer, (engine, trainer))
+        else:
+            worker = await start(FACTORY, "worker")
+            yield CellPorts(worker.engine, worker.trainer, (worker,))
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
     """The control process of a run, ready to be driven."""
 
-    scheduler: RoundScheduler
+    scheduler: AnyScheduler
     conductor: RunConductor
     ledger: LedgerWriter
     trainer: Trainer
@@ -119,10 +143,11 @@ class Control:
 
 @asynccontextmanager
 async def open_control(
-    config: RunConfig, folder: RunFolder, metrics: MetricSink, clock, *, resume: bool
+    config: RunConfig, folder: RunFolder, metrics: MetricSink, clock, *, resume: bool, stages: Stages = SILENT
 ) -> AsyncGenerator[Control]:
     """Everything open and brought to where the ledger says the run stands; closed in the other order."""
-    tasks = read_run_tasks(config.tasks)
+    with stages.stage("reading the tasks"):
+        tasks = read_run_tasks(config.tasks)
     async with AsyncExitStack() as stack:
         ledger = Ledger.open(folder.ledger)
         stack.callback(ledger.close)
@@ -132,13 +157,15 @@ async def open_control(
         backend = open_backend(config.sandbox, folder.path)
         stack.push_async_callback(backend.close)
         await check_verdict_paths(tasks.by_id().values(), backend)
-        cell = await stack.enter_async_context(open_cell(config, folder))
-        conductor = RunConductor(_parts(config, folder, tasks, writer, backend, cell, metrics, clock))
+        apart = isinstance(config.schedule, AsyncConfig)
+        cell = await stack.enter_async_context(open_cell(config, folder, stages, apart=apart))
+        conductor = RunConductor(_parts(config, folder, tasks, writer, backend, cell, metrics, clock, stages))
         if resume:
-            await conductor.recover(lambda batch: is_checkpoint_due(batch, config.schedule, config.warmup))
+            with stages.stage("restoring the trainer, and training again what its checkpoint lacks"):
+                await conductor.recover(lambda batch: is_checkpoint_due(batch, config.schedule, config.warmup))
         else:
             await cell.trainer.restore()
-        scheduler = RoundScheduler(
+        scheduler = make_scheduler(
             config.schedule,
             config.warmup,
             train_tasks=[task.id for task in tasks.train],
@@ -174,6 +201,7 @@ def _parts(
     cell: CellPorts,
     metrics: MetricSink,
     clock,
+    stages: Stages,
 ) -> Parts:
     store = open_store(folder.store_url(config))
     sampling = make_sampling(config, cell.engine)
@@ -188,7 +216,13 @@ def _parts(
         grader=open_grader(config.grading),
     )
     traces = OracleTraces(
-        tasks.train, renderer=sampling.renderer, harness=harness, backend=backend, store=store, config=config
+        tasks.train,
+        renderer=sampling.renderer,
+        harness=harness,
+        backend=backend,
+        store=store,
+        config=config,
+        stages=stages,
     )
     return Parts(
         run_episode=runner.run,
@@ -196,11 +230,15 @@ def _parts(
         trainer=cell.trainer,
         ledger=writer,
         episodes=EpisodeStore(store),
-        batches=BatchMaker(config.credit, config.admission, config.packing, config.seed),
+        batches=BatchMaker(
+            config.credit, config.admission, config.packing, config.seed, staleness_bound(config.schedule)
+        ),
         warmup_batch=traces.batch,
         metrics=metrics,
         task_hashes={id: task.task.content_hash for id, task in tasks.by_id().items()},
         clock=clock,
         worker_lost=cell.lost,
+        pause=sampling.pause,
+        apart=cell.apart,
         judge=cast("PooledEngine", cell.engine).judge if isinstance(config.engine, PoolConfig) else None,
     )

@@ -18,9 +18,10 @@ from everlong.engines.config import EmbeddedConfig, EngineConfig, VllmConfig, en
 from everlong.environments.grading.config import GradingConfig
 from everlong.environments.sandboxes.config import SandboxConfig
 from everlong.environments.tasks.config import TasksConfig
+from everlong.models.adapter_config import AdapterConfig, NoAdapter
 from everlong.models.config import ModelConfig, ScriptedModel, ToyModel
 from everlong.models.source import toy_config
-from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
+from everlong.orchestrator.config import RoundsConfig, ScheduleConfig, WarmupConfig, staleness_bound
 from everlong.rollouts.config import HarnessConfig
 from everlong.trainer.config import (
     AdamWConfig,
@@ -32,6 +33,7 @@ from everlong.trainer.config import (
     SapoConfig,
     TrainerConfig,
     check_effective,
+    ignores_staleness,
 )
 from everlong.trajectories.admission import AdmissionConfig
 from everlong.trajectories.credit import CreditConfig
@@ -92,8 +94,10 @@ class RunConfig(Config):
     """Where engine and trainer live: in a process of their own, or in the control process (needs torch there, and with
     aligned numerics on an Intel CPU that nothing loaded torch before)."""
     threads: int | None = Field(None, ge=1)
-    """Compute threads of the worker; None takes what the machine has."""
+    """Compute threads of the worker; None takes what the machine has. With schedule.type async engine and trainer have a worker
+    each, with so many threads, or half of the machine's."""
     model: ModelConfig = ToyModel()
+    adapter: AdapterConfig = NoAdapter()
     tasks: TasksConfig = TasksConfig()
     sandbox: SandboxConfig = SandboxConfig()
     harness: HarnessConfig = HarnessConfig()
@@ -101,7 +105,7 @@ class RunConfig(Config):
     engine: EngineConfig = EmbeddedConfig()
     sampling: SamplingConfig = SamplingConfig()
     warmup: WarmupConfig = WarmupConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
+    schedule: ScheduleConfig = RoundsConfig()
     credit: CreditConfig = CreditConfig()
     admission: AdmissionConfig = AdmissionConfig()
     packing: PackingConfig = PackingConfig()
@@ -117,11 +121,22 @@ class RunConfig(Config):
     def _effective(self) -> RunConfig:
         if self.model.type != "scripted":
             check_effective(self.loss, self.ratio, self.trainer.updates_per_batch, self.kl)
+            self._check_staleness()
         refuse_ineffective(self)
         self._check_engine()
         self._check_method()
         self._check_sizes()
         return self
+
+    def _check_staleness(self) -> None:
+        """Tokens of an older policy need something that weighs them. Raises ValueError."""
+        why = ignores_staleness(self.loss, self.ratio)
+        if why is not None and staleness_bound(self.schedule) != 0:
+            raise ValueError(
+                f"schedule.type={self.schedule.type} trains tokens of older policy versions, and {why}: set "
+                "ratio.correction.type (token_truncation is common), or ratio.base to behaviour with a loss that has a "
+                "ratio; or set schedule.type to rounds"
+            )
 
     def _check_engine(self) -> None:
         """What a vLLM server, alone or in a pool, cannot give. Raises ValueError."""
@@ -135,6 +150,11 @@ class RunConfig(Config):
                 "numerics=aligned means that engine and trainer agree to the bit, which vLLM's kernels do not: take engines "
                 "of type embedded only, or set numerics to fast"
             )
+        if servers and self.adapter.type == "lora":
+            raise ValueError(
+                "an engine of type vllm loads whole weights, and with adapter.type=lora a version holds adapters alone: take "
+                "engines of type embedded only, or set adapter.type to none"
+            )
         without_mask = any(not server.returns_sampling_mask for server in servers)
         if without_mask and self.sampling.top_p < 1 and not self.sampling.top_k:
             raise ValueError(
@@ -143,7 +163,12 @@ class RunConfig(Config):
             )
 
     def _check_method(self) -> None:
-        """A loss whose paper defines the credit too. Raises ValueError."""
+        """Parts of a method that contradict each other. Raises ValueError."""
+        if self.adapter.type == "lora" and self.optimizer.type == "muon":
+            raise ValueError(
+                "optimizer.type=muon makes the update of a whole matrix orthogonal, and with adapter.type=lora there are only its "
+                "two factors: set optimizer.type to adamw, or adapter.type to none"
+            )
         if self.loss.type == "dr_grpo" and self.credit.scale != "none":
             raise ValueError(
                 f"loss dr_grpo is defined on credit without deviation, got credit.scale={self.credit.scale}: set credit.scale to "

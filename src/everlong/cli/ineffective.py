@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from everlong.contracts.config import Config
+from everlong.orchestrator.config import RoundsConfig
 
 if TYPE_CHECKING:
     from everlong.cli.config import RunConfig
@@ -21,6 +22,7 @@ C = TypeVar("C", bound=Config)
 UNUSED_BY_SCRIPTED = (
     "numerics",
     "threads",
+    "adapter",
     "engine.max_running",
     "engine.prefill_chunk_tokens",
     "engine.block_tokens",
@@ -96,13 +98,22 @@ def _rules(config: RunConfig) -> Iterator[Ineffective]:
             yield Ineffective(
                 path, "sandbox.type", "with sandbox.type=scripted: leave it out, or set sandbox.type to local"
             )
+    if config.sandbox.type == "gvisor":
+        why = "with sandbox.type=gvisor, whose sandboxes have a kernel of their own: leave it out, or set sandbox.type to local"
+        yield Ineffective("sandbox.isolation", "sandbox.type", why)
+    else:
+        why = f"with sandbox.type={config.sandbox.type}: leave it out, or set sandbox.type to gvisor"
+        yield Ineffective("sandbox.runsc", "sandbox.type", why)
+        why += "; the others hold no process between two commands, so there is nothing to pause"
+        for path in ("sandbox.pause_after_s", "sandbox.max_resident"):
+            yield Ineffective(path, "sandbox.type", why)
     if not config.tasks.eval:
         for path in ("schedule.eval_every", "schedule.eval_attempts", "schedule.eval_deadline_s"):
             yield Ineffective(path, "tasks.eval", "without held-out tasks: leave it out, or name some in tasks.eval")
     if config.kl.type != "none" and config.sampling.top_p == 1 and not config.sampling.top_k:
         why = "with sampling.top_p=1 and sampling.top_k=0, which truncate nothing: leave it out, or set one"
         yield Ineffective("kl.support", "sampling.top_p", why)
-    if config.schedule.batch_deadline_s is None:
+    if isinstance(config.schedule, RoundsConfig) and config.schedule.batch_deadline_s is None:
         why = "with schedule.batch_deadline_s=None: leave it out, or set a deadline"
         yield Ineffective("schedule.on_deadline", "schedule.batch_deadline_s", why)
     if not config.warmup.num_batches:

@@ -10,12 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 from everlong.ledger import Decile, check_ledger
+from everlong.observe import percent
 
 
 def _losses(deciles: Sequence[Decile]) -> Table:
-    table = Table("episodes of", "ended", "lost", title="lost by length", title_justify="left")
+    table = Table("episodes of", "ended", "lost", "tokens too old", title="lost by length", title_justify="left")
     for decile in deciles:
-        table.add_row(decile.name, str(decile.episodes), f"{decile.lost} ({decile.loss_rate:.0%})")
+        lost = f"{decile.lost} ({percent(decile.loss_rate, decile.episodes)} %)"
+        old = f"{decile.over_age} ({percent(decile.over_age_rate, decile.tokens)} %)"
+        table.add_row(decile.name, str(decile.episodes), lost, old)
     return table
 
 

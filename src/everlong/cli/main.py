@@ -12,13 +12,17 @@ from rich.console import Console
 from rich.markup import escape
 
 import everlong
+from everlong.cli.entry import STOPPED
+from everlong.cli.lists import Names, Paths
 from everlong.contracts.errors import EverlongError
+from everlong.contracts.os_errors import explain_os_error
 from everlong.environments.sandboxes.config import Isolation
 
 app = App(
     name="everlong",
     help="Online reinforcement learning for language-model agents whose episodes last hours.",
     version=everlong.__version__,
+    suppress_keyboard_interrupt=False,
 )
 tasks_app = App(name="tasks", help="Make, check and show task folders.")
 ledger_app = App(name="ledger", help="Ask the ledger of a run.")
@@ -26,6 +30,7 @@ app.command(tasks_app)
 app.command(ledger_app)
 
 Tokens = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
+Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
 
 
 @app.command(help_flags=(), version_flags=())
@@ -40,8 +45,11 @@ def train(*arguments: Tokens) -> None:
 def sft(*arguments: Tokens) -> None:
     """Train a run's warm-up alone: supervised batches on oracle traces. Its checkpoint can start other runs.
 
+    ```
     everlong sft @ run.toml --output runs/warm
-    everlong train @ run.toml --model.type folder --model.path runs/warm/checkpoint --warmup.num-batches 0
+    everlong train @ run.toml --model.type folder \\
+        --model.path runs/warm/checkpoint --warmup.num-batches 0
+    ```
 
     Settings are those of `everlong train`; schedule.num_batches counts as 0. Held-out tasks are evaluated at the end.
     """
@@ -66,20 +74,21 @@ def resume(run: Path) -> None:
 
 @app.command(name="eval")
 def evaluate(
-    run: Path, *, tasks: tuple[Path, ...] = (), attempts: int = 1, version: int | None = None, json: Path | None = None
+    run: Path, *, tasks: Paths = (), attempts: int = 1, version: int | None = None, json: Path | None = None
 ) -> None:
-    """Evaluate a policy version of a run on task folders.
+    """Evaluate a policy version of a run on task folders: success with its 95 % interval, by kind and in all.
 
     Parameters
     ----------
     run
         Folder of the run whose weights, sampling and harness are used.
     tasks
-        Folders of tasks; none takes the run's held-out tasks.
+        Folders of tasks, with commas between them or the option repeated; none takes the run's held-out tasks.
     attempts
         Episodes per task.
     version
-        Policy version; none takes the newest published one.
+        Policy version: how many batches were trained, those of the warm-up among them, which are published once, at their
+        end. None takes the newest published one.
     json
         Write the figures to this file.
     """
@@ -109,7 +118,8 @@ def serve(
     port
         Port to listen on; 0 takes a free one and prints it.
     version
-        Policy version; none takes the newest published one.
+        Policy version: how many batches were trained, those of the warm-up among them, which are published once, at their
+        end. None takes the newest published one.
     key
         API key that clients must send; none makes one and prints it.
     allow_remote
@@ -121,7 +131,17 @@ def serve(
 
 
 @app.command
-def view(run: Path, episode: str = "") -> None:
+def view(
+    run: Path,
+    episode: Annotated[str, Parameter(show_default=False)] = "",
+    *,
+    task: Annotated[str, Parameter(show_default=False)] = "",
+    batch: int | None = None,
+    reward: float | None = None,
+    failed: Switch = False,
+    limit: int | None = None,
+    all: Switch = False,
+) -> None:
     """Show the episodes of a run, or one of them as a tree of turns.
 
     Parameters
@@ -130,10 +150,23 @@ def view(run: Path, episode: str = "") -> None:
         The run's folder.
     episode
         An episode's id, for example train-000003-001; none lists them.
+    task
+        List only episodes of this task, of this kind, or of the tasks whose id begins with this and a slash.
+    batch
+        List only episodes of this RL batch, counted from 1 as the terminal does.
+    reward
+        List only episodes with this reward; 0 for answers that were wrong.
+    failed
+        List only episodes that failed through no doing of the agent, and so have no reward.
+    limit
+        List only so many, the last ones; 200 where neither this nor --all is given.
+    all
+        List every one.
     """
+    from everlong.cli.selecting import Wanted
     from everlong.cli.view import view_command
 
-    view_command(run, episode)
+    view_command(run, episode, Wanted(task=task, batch=batch, reward=reward, failed=failed), limit, all)
 
 
 @app.command
@@ -152,7 +185,7 @@ def report(run: Path) -> None:
 
 
 @app.command
-def bench(name: str = "", *, json: Path | None = None) -> None:
+def bench(name: str = "", *, json: Path | None = None, store: str | None = None) -> None:
     """Measure a part against a reference in the same run and print a table.
 
     Parameters
@@ -161,10 +194,12 @@ def bench(name: str = "", *, json: Path | None = None) -> None:
         Which benchmark; none lists them.
     json
         Write the figures to this file.
+    store
+        Of weights: URL of a store that is measured against a folder, for example s3://bucket/path.
     """
     from everlong.cli.bench import bench_command
 
-    bench_command(name, json)
+    bench_command(name, json, store)
 
 
 @tasks_app.command(name="make")
@@ -175,7 +210,7 @@ def tasks_make(
     count: int | None = None,
     seed: int | None = None,
     split: str | None = None,
-    kinds: tuple[str, ...] = (),
+    kinds: Names = (),
 ) -> None:
     """Write task folders.
 
@@ -192,7 +227,7 @@ def tasks_make(
     split
         Of terminal: train, eval (held-out variants of the same kinds) or held-out-kinds; train where none is given.
     kinds
-        Of terminal: only these kinds; none takes all of the split.
+        Of terminal: only these kinds, with commas between them or the option repeated; none takes all of the split.
     """
     from everlong.cli.tasks import make_command
 
@@ -253,5 +288,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments)
     except (EverlongError, ValueError, OSError) as error:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
-        console.print("[red]error:[/red]", escape(str(error)))
+        console.print(
+            "[red]error:[/red]", escape(explain_os_error(error) if isinstance(error, OSError) else str(error))
+        )
         sys.exit(2 if isinstance(error, ValueError) else 1)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(STOPPED)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from everlong.cli.config import RunConfig, SamplingConfig
 from everlong.cli.run_folder import RunFolder
+from everlong.contracts.records import Record
 from everlong.environments.tasks.config import TasksConfig
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
 from everlong.models.config import ModelConfig, ScriptedModel, Smollm2Model, ToyModel
-from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
+from everlong.observe import SILENT, Stages
+from everlong.orchestrator.config import RoundsConfig, WarmupConfig
 from everlong.rollouts.config import HarnessConfig
 from everlong.trainer.config import AdamWConfig
 
@@ -60,9 +62,7 @@ def quickstart_config(model_type: str = "smollm2") -> RunConfig:
             harness=HarnessConfig(system_prompt="", max_turns=4, max_context=512),
             sampling=SamplingConfig(max_tokens=64),
             warmup=WarmupConfig(num_batches=210, traces_per_batch=64),
-            schedule=ScheduleConfig(
-                num_batches=24, groups_per_batch=16, group_size=8, eval_every=8, checkpoint_every=10
-            ),
+            schedule=RoundsConfig(num_batches=24, groups_per_batch=16, group_size=8, eval_every=8, checkpoint_every=10),
             optimizer=AdamWConfig(learning_rate=3e-4, supervised_learning_rate=2e-3, warmup_batches=20),
         )
     return RunConfig(
@@ -73,7 +73,7 @@ def quickstart_config(model_type: str = "smollm2") -> RunConfig:
         harness=HarnessConfig(system_prompt="", max_turns=4, max_context=512),
         sampling=SamplingConfig(max_tokens=48),
         warmup=WarmupConfig(num_batches=6, traces_per_batch=32, num_tasks=96),
-        schedule=ScheduleConfig(num_batches=20, groups_per_batch=8, group_size=8, eval_every=10, checkpoint_every=10),
+        schedule=RoundsConfig(num_batches=20, groups_per_batch=8, group_size=8, eval_every=10, checkpoint_every=10),
         optimizer=AdamWConfig(learning_rate=3e-5, supervised_learning_rate=1e-4),
     )
 
@@ -83,16 +83,39 @@ def quickstart_tasks(output: Path) -> TasksConfig:
     return TasksConfig(train=(output / "tasks" / "train",), eval=(output / "tasks" / "eval",))
 
 
-def prepare_quickstart(config: RunConfig, folder: RunFolder) -> None:
-    """Generate the quickstart's tasks, unless the command named others."""
+class MadeTasks(Record, frozen=True, kw_only=True):
+    """A set of generated tasks.
+
+    Example: MadeTasks(split=Split.TRAIN, count=900, kinds=("write-word", "make-folder"))
+    """
+
+    split: Split
+    count: int
+    kinds: tuple[str, ...]
+
+
+def tasks_to_make(config: RunConfig, folder: RunFolder) -> dict[Path, MadeTasks]:
+    """The task folders that a quickstart makes for itself, and what into them: those inside its run that are not there yet."""
     made = tasks_for(config.model)
-    for paths, split, count in (
-        (config.tasks.train, Split.TRAIN, made.num_train),
-        (config.tasks.eval, Split.EVAL, made.num_eval),
-    ):
-        for path in paths:
-            if path.is_relative_to(folder.path) and not path.exists():
-                make_terminal(path, count, seed=config.seed, split=split, kinds=made.kinds)
+    sets = (
+        (config.tasks.train, MadeTasks(split=Split.TRAIN, count=made.num_train, kinds=made.kinds)),
+        (config.tasks.eval, MadeTasks(split=Split.EVAL, count=made.num_eval, kinds=made.kinds)),
+    )
+    own = quickstart_tasks(folder.path)
+    return {
+        path: what for paths, what in sets for path in paths if path in (*own.train, *own.eval) and not path.exists()
+    }
+
+
+def make_tasks(config: RunConfig, path: Path, made: MadeTasks) -> None:
+    make_terminal(path, made.count, seed=config.seed, split=made.split, kinds=made.kinds)
+
+
+def prepare_quickstart(config: RunConfig, folder: RunFolder, stages: Stages = SILENT) -> None:
+    """Generate the quickstart's tasks, unless the command named others."""
+    for path, made in tasks_to_make(config, folder).items():
+        with stages.stage(f"making {made.count} tasks in {path}"):
+            make_tasks(config, path, made)
 
 
 def tasks_for(model: ModelConfig) -> QuickstartTasks:

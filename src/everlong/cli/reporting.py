@@ -53,7 +53,7 @@ def _model(config: ModelConfig) -> str:
 
 def write_run_report(folder: RunFolder) -> Path:
     """Raises FileNotFoundError where there is no run."""
-    config = folder.read_config()
+    config = folder.open()
     store = EpisodeStore(open_store(folder.store_url(config)))
     tokenizer = make_renderer(config).tokenizer
     views = list(read_lifecycle(folder.ledger).episodes.values())

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everlong.cli.config import RunConfig
+from everlong.cli.origin import RunOrigin, read_origin, write_origin
 from everlong.cli.toml import read_config, write_config
+from everlong.contracts.import_path import look_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,10 @@ class RunFolder:
     @property
     def config(self) -> Path:
         return self.path / "config.toml"
+
+    @property
+    def origin(self) -> Path:
+        return self.path / "origin.json"
 
     @property
     def ledger(self) -> Path:
@@ -29,6 +35,11 @@ class RunFolder:
     def checkpoint(self) -> Path:
         """The trained model in the layout of Hugging Face, written when the run ends."""
         return self.path / "checkpoint"
+
+    @property
+    def adapter(self) -> Path:
+        """The trained adapters in the layout of PEFT, where the run trains some."""
+        return self.checkpoint / "adapter"
 
     def store_url(self, config: RunConfig) -> str:
         return config.weights.store or str(self.path / "store")
@@ -45,11 +56,27 @@ class RunFolder:
                 f"{self.path} holds a run already: `everlong resume {self.path}` goes on with it, or choose another --output"
             )
 
-    def create(self, config: RunConfig) -> None:
-        """Make the folder and write the config. Raises FileExistsError where a run lies there."""
+    def create(self, config: RunConfig, origin: RunOrigin | None = None) -> None:
+        """Make the folder and write the config, which makes it a run. Raises FileExistsError where a run lies there."""
         self.refuse_run()
         self.path.mkdir(parents=True, exist_ok=True)
+        if origin is not None:
+            write_origin(origin, self.origin)
         write_config(config, self.config)
+
+    def read_origin(self) -> RunOrigin | None:
+        """None for a run that wrote none. Raises ValueError where it is damaged."""
+        return read_origin(self.origin)
+
+    def open(self) -> RunConfig:
+        """The run's config; from here on its own code is found in the folder that it was started from.
+
+        Raises FileNotFoundError where there is no run, ValueError where its config is damaged.
+        """
+        config = self.read_config()
+        if (origin := self.read_origin()) is not None:
+            look_in(origin.started_in)
+        return config
 
     def read_config(self) -> RunConfig:
         """Raises FileNotFoundError where there is no run, ValueError where its config is damaged."""

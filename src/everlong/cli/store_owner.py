@@ -42,14 +42,36 @@ def refuse_taken_store(config: RunConfig, folder: RunFolder) -> None:
 
 
 def claim_store(config: RunConfig, folder: RunFolder) -> None:
-    """Write down in the store whose it is. Raises ValueError where another run was faster."""
+    """Write down in the store whose it is. Raises ValueError where another run was faster, StoreError where the store would let
+    two writers overwrite each other."""
     url, ours = folder.absolute_store_url(config), _ours(folder)
     store = open_store(url)
+    if not _create(store, ours) and (owner := _owner(store)) != ours:
+        _refuse(url, owner)
+    if _create(store, ours):
+        raise StoreError(
+            f"the store {url} took an object that was there already: its server ignores create-only writes (If-None-Match), by "
+            "which of two writers one wins; use one that honours them, or a folder"
+        )
+
+
+def _create(store: ObjectStore, owner: StoreOwner) -> bool:
+    """Whether the store took it."""
     try:
-        store.create(OWNER, msgspec.json.encode(ours))
+        store.create(OWNER, msgspec.json.encode(owner))
     except AlreadyExists:
-        if (owner := _owner(store)) != ours:
-            _refuse(url, owner)
+        return False
+    return True
+
+
+def disown_store(config: RunConfig, folder: RunFolder) -> None:
+    """Take back `claim_store`, where it was this run's."""
+    url = folder.absolute_store_url(config)
+    if (path := _local(url)) is not None and not path.is_dir():
+        return
+    store = open_store(url)
+    if _owner(store) == _ours(folder):
+        store.delete(OWNER)
 
 
 def _refuse(url: str, owner: StoreOwner | None) -> None:
@@ -71,6 +93,11 @@ def _owner(store: ObjectStore) -> StoreOwner | None:
         return None
     except msgspec.DecodeError as error:
         raise StoreError(f"{OWNER} in {store!r} is damaged ({error}): give the run another store") from error
+
+
+def local_store(config: RunConfig, folder: RunFolder) -> Path | None:
+    """The folder of the run's store, where it is one of this machine."""
+    return _local(folder.absolute_store_url(config))
 
 
 def _local(url: str) -> Path | None:

@@ -17,11 +17,12 @@ from everlong.environments.sandboxes.registry import scratch_folder
 from everlong.environments.tasks.harbor import HarborTask, read_task
 from everlong.environments.tasks.humaneval.generate import make_humaneval
 from everlong.environments.tasks.humaneval.package import read_problems
-from everlong.environments.tasks.sources import read_tasks
+from everlong.environments.tasks.sources import task_folders
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
 
 console = Console(highlight=False)
-MAX_ROWS = 40
+MAX_CHARS = 400
+"""Of a problem: its beginning says which task and what, and a verifier may print for pages."""
 
 
 def make_command(
@@ -58,14 +59,41 @@ def check_command(folders: Sequence[Path], repeats: int, isolation: Isolation, t
         raise ValueError(f"--ttl-s must be above 0 seconds, got {ttl_s:g}")
     if not folders:
         raise ValueError("give at least one task folder, or a folder of task folders")
-    reports = asyncio.run(_check(list(read_tasks(folders)), repeats, isolation, ttl_s))
-    console.print(_table([r for r in reports if not r.ok] or reports))
-    bad = sum(not report.ok for report in reports)
+    tasks, problems = _read_all(folders)
+    reports = asyncio.run(_check(tasks, repeats, isolation, ttl_s)) if tasks else []
+    problems += [f"{report.task}: {'; '.join(report.problems)}" for report in reports if not report.ok]
+    for problem in problems:
+        console.print(_one_line(problem), markup=False, soft_wrap=True)
+    proven = sum(report.ok for report in reports)
     console.print(
-        f"{len(reports) - bad} of {len(reports)} tasks are proven: oracle 1 and empty run 0, {repeats} times each"
+        f"{proven} of {proven + len(problems)} tasks are proven: oracle 1 and empty run 0, {_times(repeats)} each"
     )
-    if bad:
+    if problems:
         sys.exit(1)
+
+
+def _read_all(folders: Sequence[Path]) -> tuple[list[HarborTask], list[str]]:
+    """The tasks that can be read, and of each other one why it cannot. Raises FileNotFoundError for a path without tasks."""
+    tasks: dict[str, HarborTask] = {}
+    problems: list[str] = []
+    for folder in (folder for path in folders for folder in task_folders(path)):
+        try:
+            task = read_task(folder)
+        except (OSError, ValueError) as error:
+            problems.append(f"{folder}: {error}")
+            continue
+        if (other := tasks.setdefault(task.id, task)) is not task:
+            problems.append(f"{folder}: task id {task.id} is taken by {other.task.folder}: name each task once")
+    return list(tasks.values()), problems
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_CHARS else f"{line[:MAX_CHARS]} …"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 async def _check(tasks: list[HarborTask], repeats: int, isolation: Isolation, ttl_s: float | None) -> list[TaskReport]:
@@ -75,20 +103,6 @@ async def _check(tasks: list[HarborTask], repeats: int, isolation: Isolation, tt
             return await check_tasks(tasks, backend, repeats, ttl_s=ttl_s)
         finally:
             await backend.close()
-
-
-def _table(reports: list[TaskReport]) -> Table:
-    table = Table("task", "oracle", "empty", "problems and notes")
-    for report in reports[:MAX_ROWS]:
-        remarks = "; ".join([*report.problems, *report.notes])
-        table.add_row(report.task, _rewards(report.oracle_rewards), _rewards(report.empty_rewards), remarks)
-    if len(reports) > MAX_ROWS:
-        table.add_row("…", "", "", f"{len(reports) - MAX_ROWS} more")
-    return table
-
-
-def _rewards(rewards: Sequence[float | None]) -> str:
-    return " ".join("–" if reward is None else f"{reward:g}" for reward in rewards)
 
 
 def show_command(folder: Path) -> None:

@@ -14,6 +14,7 @@ from everlong.contracts.tokens import TokenColumns
 from everlong.environments.tasks.harbor import HarborTask
 from everlong.environments.tasks.sources import TaskSet
 from everlong.environments.tasks.terminal.generate import oracle_commands
+from everlong.observe import SILENT, Stages
 from everlong.orchestrator.cursor import shown_tasks, traces_of_batch
 from everlong.rollouts.oracle import oracle_trace
 from everlong.rollouts.renderers.chatml import Renderer
@@ -33,7 +34,9 @@ class OracleTraces:
         backend: SandboxBackend,
         store: ObjectStore,
         config: RunConfig,
+        stages: Stages = SILENT,
     ) -> None:
+        self._stages = stages
         self._tasks, self._renderer, self._harness = tasks, renderer, harness
         self._backend, self._store, self._config = backend, store, config
         self._traces: list[TokenColumns] | None = None
@@ -51,7 +54,7 @@ class OracleTraces:
             raise ValueError(
                 "a warm-up needs training tasks with a solution: give tasks.train, or set warmup.num_batches to 0"
             )
-        key, shown = f"traces/{self._fingerprint()}", self._shown()
+        key, shown = f"traces/{self._fingerprint()}", tasks_to_show(self._tasks, self._config)
         try:
             return decode_record(await asyncio.to_thread(self._store.get, key), list[TokenColumns])
         except NotFound:
@@ -69,16 +72,18 @@ class OracleTraces:
                     ttl_s=self._config.sandbox.ttl_s,
                 )
 
-        traces = list(await asyncio.gather(*(play(task) for task in shown)))
+        with self._stages.stage(f"playing the oracle traces of {len(shown)} tasks"):
+            traces = list(await asyncio.gather(*(play(task) for task in shown)))
         await asyncio.to_thread(self._store.put, key, encode_record(traces))
         return traces
-
-    def _shown(self) -> list[HarborTask]:
-        num_shown = self._config.warmup.num_tasks or len(self._tasks)
-        tasks = list(self._tasks)
-        return [tasks[index] for index in shown_tasks(num_shown, len(tasks), self._config.seed)]
 
     def _fingerprint(self) -> str:
         shown = f"{self._config.warmup.num_tasks} {self._config.seed}"
         settings = f"{self._tasks.fingerprint} {shown} {self._config.harness!r} {self._config.model!r}"
         return blake3(settings.encode()).hexdigest(16)
+
+
+def tasks_to_show(tasks: TaskSet, config: RunConfig) -> list[HarborTask]:
+    """Those of the training tasks whose oracles the warm-up imitates."""
+    num_shown = config.warmup.num_tasks or len(tasks)
+    return [tasks[index] for index in shown_tasks(num_shown, len(tasks), config.seed)]

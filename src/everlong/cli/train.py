@@ -6,32 +6,34 @@ import asyncio
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
+from everlong.cli.absolute import absolute_paths
+from everlong.cli.announced import Announced
 from everlong.cli.arguments import DRY_RUN, parse_config
 from everlong.cli.compose import open_control
 from everlong.cli.config import RunConfig
+from everlong.cli.entry import STOPPED
 from everlong.cli.event_loop import run_to_the_end
+from everlong.cli.fresh_folder import FreshFolder
+from everlong.cli.origin import origin_of, refuse_other_tasks
 from everlong.cli.quickstart import prepare_quickstart
 from everlong.cli.reporting import success_lines, write_run_report
 from everlong.cli.run_folder import RunFolder
-from everlong.cli.sinks import open_sinks
-from everlong.cli.store_owner import claim_store, refuse_taken_store
+from everlong.cli.sinks import open_sinks, progress_console
+from everlong.cli.start_checks import check_start
+from everlong.cli.store_owner import claim_store
 from everlong.cli.toml import config_text
-from everlong.environments.grading.grader import open_grader
 from everlong.environments.tasks.sources import read_run_tasks
 from everlong.ledger import Ledger, RunFinished
-from everlong.models.config import OwnModel, ScriptedModel
-from everlong.models.source import find_model
+from everlong.models.config import ScriptedModel
+from everlong.observe import Stages
 from everlong.orchestrator.loop import run
-from everlong.rollouts.harnesses.opening import open_harness
 
 console = Console(stderr=True, highlight=False)
-
-STOPPED = 130
-"""Exit code after Ctrl-C or SIGTERM, as a shell reports it."""
 
 
 def train_command(arguments: list[str]) -> None:
@@ -54,50 +56,35 @@ def supervised_only(config: RunConfig) -> RunConfig:
 
 
 def _start(config: RunConfig, *, dry: bool) -> None:
+    folder, terminal = RunFolder(config.output), progress_console(config)
+    stages = Stages(terminal)
+    check_start(config, folder, stages, dry=dry)
     if dry:
         print(config_text(config), end="")
         return
-    folder = RunFolder(config.output)
-    folder.refuse_run()
-    _check_own_parts(config)
-    refuse_taken_store(config, folder)
-    prepare_quickstart(config, folder)
-    _check_tasks(config)
-    claim_store(config, folder)
-    folder.create(config)
-    console.print(f"run {folder.path}")
-    _drive(config, folder, resume=False)
-
-
-def _check_own_parts(config: RunConfig) -> None:
-    """Before anything of the run exists. Raises ValueError for a name of code that is not there."""
-    open_harness(config.harness)
-    open_grader(config.grading)
-    if isinstance(config.model, OwnModel):
-        find_model(config.model)
-
-
-def _check_tasks(config: RunConfig) -> None:
-    """Before anything of the run exists. Raises ValueError for tasks that cannot be read, and for none."""
-    tasks = read_run_tasks(config.tasks)
-    if not len(tasks.train) and (config.schedule.num_batches or config.warmup.num_batches):
-        raise ValueError("there are batches to train but no training tasks: give tasks.train a folder with tasks")
-    if (config.warmup.num_tasks or 0) > len(tasks.train):
-        raise ValueError(
-            f"warmup.num_tasks is {config.warmup.num_tasks} and tasks.train holds {len(tasks.train)}: lower it, or set it to None"
-        )
+    with FreshFolder(config, folder) as fresh:
+        prepare_quickstart(config, folder, stages)
+        with stages.stage("noting what the tasks are"):
+            origin = origin_of(read_run_tasks(config.tasks))
+        config = absolute_paths(config)
+        claim_store(config, folder)
+        folder.create(config, origin)
+        console.print(f"run {folder.path}")
+        _drive(config, folder, terminal, resume=False, started=fresh.keep)
 
 
 def resume_command(path: Path) -> None:
     folder = RunFolder(path)
-    config = folder.read_config()
+    config = folder.open()
     if _is_finished(folder):
         # it may have been killed between its last fact and its report
         console.print(f"finished already: {folder.path}", soft_wrap=True)
         _tell(folder)
         return
+    if (origin := folder.read_origin()) is not None:
+        refuse_other_tasks(origin, read_run_tasks(config.tasks))
     console.print(f"resume {folder.path}")
-    _drive(config, folder, resume=folder.ledger.exists())
+    _drive(config, folder, progress_console(config), resume=folder.ledger.exists(), started=lambda: None)
 
 
 def _is_finished(folder: RunFolder) -> bool:
@@ -111,13 +98,17 @@ def _is_finished(folder: RunFolder) -> bool:
         ledger.close()
 
 
-def _drive(config: RunConfig, folder: RunFolder, *, resume: bool) -> None:
+def _drive(
+    config: RunConfig, folder: RunFolder, terminal: Console | None, *, resume: bool, started: Callable[[], None]
+) -> None:
+    """`started` is called once the run is under way."""
     try:
-        run_to_the_end(_train(config, folder, resume))
+        run_to_the_end(_train(config, folder, terminal, resume, started))
     except (asyncio.CancelledError, KeyboardInterrupt):
-        console.print(f"stopped; `everlong resume {folder.path}` goes on from here", markup=False)
+        console.print(f"stopped; `everlong resume {folder.path}` goes on from here", markup=False, soft_wrap=True)
         sys.exit(STOPPED)
-    _tell(folder)
+    with Stages(terminal).stage("writing the report"):
+        _tell(folder)
 
 
 def _tell(folder: RunFolder) -> None:
@@ -127,20 +118,26 @@ def _tell(folder: RunFolder) -> None:
         console.print(line, style="bold")
     if folder.checkpoint.exists():
         console.print(f"checkpoint  {folder.checkpoint}")
+    if folder.adapter.exists():
+        console.print(f"adapter     {folder.adapter}")
     console.print(f"report      {report}")
 
 
-async def _train(config: RunConfig, folder: RunFolder, resume: bool) -> None:
+async def _train(
+    config: RunConfig, folder: RunFolder, terminal: Console | None, resume: bool, started: Callable[[], None]
+) -> None:
     """Drive the run to its end. SIGTERM stops it like Ctrl-C: resumable."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    sinks = open_sinks(config, folder)
+    sinks, stages = open_sinks(config, folder, terminal), Stages(terminal)
     try:
-        async with open_control(config, folder, sinks, time.monotonic, resume=resume) as control:
-            await run(control.scheduler, control.conductor, time.monotonic)
+        async with open_control(config, folder, sinks, time.monotonic, resume=resume, stages=stages) as control:
+            started()
+            await run(control.scheduler, Announced(control.conductor, stages), time.monotonic)
             if not isinstance(config.model, ScriptedModel) and not folder.checkpoint.exists():
-                await control.trainer.export(str(folder.checkpoint))
+                with stages.stage(f"writing the checkpoint {folder.checkpoint}"):
+                    await control.trainer.export(str(folder.checkpoint))
             await control.ledger.append(RunFinished())
     finally:
         sinks.close()

@@ -11,6 +11,7 @@ from rich.tree import Tree
 
 from everlong.cli.rendering import make_renderer
 from everlong.cli.run_folder import RunFolder
+from everlong.cli.selecting import Wanted, select_episodes
 from everlong.contracts.records import Episode, Turn
 from everlong.ledger import EpisodeStore, EpisodeView, read_lifecycle
 from everlong.rollouts.renderers.tokenizers import Tokenizer
@@ -21,13 +22,25 @@ console = Console(highlight=False)
 MAX_ROWS = 200
 
 
-def view_command(run: Path, episode: str) -> None:
+def view_command(run: Path, episode: str, wanted: Wanted, limit: int | None, every: bool) -> None:
+    """`every`: without a limit. Raises ValueError for options that have no effect."""
+    if limit is not None and (every or limit < 1):
+        raise ValueError(
+            "--limit and --all exclude each other" if every else f"--limit must be at least 1, got {limit}"
+        )
     folder = RunFolder(run)
-    config = folder.read_config()
-    episodes = read_lifecycle(folder.ledger).episodes
+    config = folder.open()
+    lifecycle = read_lifecycle(folder.ledger)
+    episodes = lifecycle.episodes
     if not episode:
-        console.print(_listing(list(episodes.values())))
+        views = select_episodes(lifecycle, wanted, config.warmup.num_batches)
+        shown = views if every else views[-(limit or MAX_ROWS) :]
+        if shown:
+            console.print(_listing(shown))
+        console.print(_count_text(len(shown), len(views), len(episodes)))
         return
+    if wanted != Wanted() or every or limit is not None:
+        raise ValueError(f"options that choose episodes have no effect on one of them: leave them or {episode} out")
     if episode not in episodes:
         raise ValueError(f"{run} has no episode {episode!r}: `everlong view {run}` lists them")
     view = episodes[episode]
@@ -40,14 +53,19 @@ def view_command(run: Path, episode: str) -> None:
 def _listing(views: list[EpisodeView]) -> Table:
     # an id that was cut or broken could not be copied
     table = Table(Column("episode", no_wrap=True), "task", "state", "reason", "reward", "turns' tokens", "trained")
-    for view in views[-MAX_ROWS:]:
+    for view in views:
         reward = "–" if view.reward is None else f"{view.reward:g}"
         table.add_row(
             view.episode, view.task, view.state, view.reason, reward, str(view.num_sampled), str(view.trained)
         )
-    if len(views) > MAX_ROWS:
-        table.caption = f"the last {MAX_ROWS} of {len(views)}"
     return table
+
+
+def _count_text(num_shown: int, num_found: int, num_all: int) -> str:
+    """Example: "showing 200 of 1,984 episodes, the last ones; --all shows every one"."""
+    found = f"{num_found:,} episodes" if num_found == num_all else f"{num_found:,} episodes found among {num_all:,}"
+    cut = ", the last ones; --all shows every one" if num_shown < num_found else ""
+    return f"showing {num_shown:,} of {found}{cut}"
 
 
 def episode_tree(episode: Episode, view: EpisodeView, tokenizer: Tokenizer) -> Tree:

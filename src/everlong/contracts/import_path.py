@@ -13,6 +13,13 @@ PATTERN = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 ImportPath = Annotated[str, Field(pattern=rf"^{PATTERN}$")]
 
 
+def look_in(folder: str) -> None:
+    """Look for modules there as well: before the working folder, which may hold others of the same name."""
+    if folder not in sys.path:
+        working = (place for place, entry in enumerate(sys.path) if entry in ("", os.getcwd()))
+        sys.path.insert(next(working, len(sys.path)), folder)
+
+
 def load_named(path: str) -> Any:
     """What `package.module:name` names, looked for among installed packages and in the folder that we were started from.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -100,6 +101,8 @@ class Command(Record, frozen=True, kw_only=True):
     cwd: str | None = None
     """None is the sandbox's workdir."""
     env: dict[str, str] = {}
+    keep_processes: bool = False
+    """What it left in the background lives on after a clean end, until the sandbox closes. Needs `Capabilities.processes`."""
 
 
 class ExecResult(Record, frozen=True, kw_only=True):
@@ -141,18 +144,44 @@ class Capabilities(Record, frozen=True, kw_only=True):
     """What a backend really gives on this machine, found by doing it once."""
 
     isolation: str
-    """"namespaces" or "none"."""
+    """"user-kernel" (a kernel of its own above the host's), "namespaces" or "none"."""
     network_off: bool
     memory_limit: bool
     process_limit: bool
     real_paths: bool = True
     """Whether commands see the sandbox's folders at their paths; else its root is in `EVERLONG_ROOT`."""
+    snapshots: str = "copies"
+    """"layers" (sealed and stacked, at a cost that does not depend on size), "images" (the whole sandbox) or "copies"."""
+    processes: bool = False
+    """Whether processes can outlive their command, and snapshots hold them and their memory; else snapshots are of files."""
+    pause_to_disk: bool = False
+    """Whether a paused sandbox can give all its memory back."""
+    incremental: bool = False
+    """Whether a snapshot with a parent stores only what changed since."""
     reason: str = ""
     """Why less than everything is to be had."""
 
 
+PauseTo = Literal["stopped", "disk"]
+
+
+class Snapshot(Record, frozen=True, kw_only=True):
+    """A sandbox as it was between two commands; its backend keeps the content until `drop` or its own end.
+
+    Example: Snapshot(id="3", sandbox="g4/2.0", parent="2", stored_bytes=1_600_000)
+    """
+
+    id: str
+    sandbox: str
+    """The name of the one it was taken of."""
+    parent: str | None = None
+    """What it is an increment to."""
+    stored_bytes: int | None = None
+    """What it added on disk; None where counting would cost more than taking it."""
+
+
 class Sandbox(Protocol):
-    """Where an agent's commands run."""
+    """Where an agent's commands run. While it is paused every call but `resume` and `close` raises SandboxError."""
 
     @property
     def name(self) -> str: ...
@@ -168,7 +197,29 @@ class Sandbox(Protocol):
     async def write(self, path: str, data: bytes) -> None: ...
 
     async def fork(self, spec: SandboxSpec) -> Sandbox:
-        """A new sandbox with a copy of this one's workdir and none of its processes; `spec.files` must be None."""
+        """A new sandbox with a copy of this one's workdir and none of its processes; `spec.files` must be None.
+
+        For grading. A fork that goes on as the original would is `snapshot`, then `SandboxBackend.restore` under new names.
+        """
+        ...
+
+    async def pause(self, to: PauseTo = "stopped") -> None:
+        """stopped: a running command stands still, its time limit too, and takes no CPU. disk: nothing of it is in memory.
+
+        Raises ValueError where the backend cannot (`Capabilities.pause_to_disk`); pausing again is nothing.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Go on as if nothing had been. Raises SandboxError where the state is lost; resuming what runs is nothing."""
+        ...
+
+    async def snapshot(self, parent: Snapshot | None = None) -> Snapshot:
+        """Keep what it is now, once the running command has ended; it goes on. `parent`: an earlier one to store little beside."""
+        ...
+
+    async def rollback(self, snapshot: Snapshot) -> None:
+        """Be again what the snapshot holds, under the same name; a running command is waited for. Any number of times."""
         ...
 
     async def close(self) -> None:
@@ -187,6 +238,17 @@ class SandboxBackend(Protocol):
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
         """Raises SandboxError when the sandbox cannot start."""
+        ...
+
+    async def restore(self, snapshot: Snapshot, names: tuple[str, ...]) -> Sequence[Sandbox]:
+        """A new sandbox per name that goes on from the snapshot: several are a fork. Their ttl starts anew.
+
+        All or none. Raises ValueError for a snapshot that is not of this backend or was dropped, SandboxError.
+        """
+        ...
+
+    async def drop(self, snapshot: Snapshot) -> None:
+        """Remove the snapshot's content as far as no sandbox and no other snapshot needs it. Idempotent."""
         ...
 
     async def close(self) -> None:

@@ -88,6 +88,8 @@ class GroupView(Record, frozen=True, kw_only=True):
     content_hash: str
     episodes: tuple[str, ...] = ()
     """In the order of their first start."""
+    engine_version: int = 0
+    """What the engine held when it was opened: no member sampled a token with an older version."""
     batch: int | None = None
     """The batch that closed over it."""
 
@@ -241,7 +243,11 @@ class Lifecycle:
         key = fact.purpose, fact.group
         _require(key not in self._groups, f"{fact.purpose} group {fact.group} was opened already")
         self._groups[key] = GroupView(
-            purpose=fact.purpose, group=fact.group, task=fact.task, content_hash=fact.content_hash
+            purpose=fact.purpose,
+            group=fact.group,
+            task=fact.task,
+            content_hash=fact.content_hash,
+            engine_version=self.engine_version or 0,
         )
 
     @_apply.register

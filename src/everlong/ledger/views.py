@@ -72,10 +72,18 @@ class Decile(Record, frozen=True, kw_only=True):
     episodes: int
     lost: int
     """Failed or cancelled."""
+    tokens: int = 0
+    """Sampled by the last incarnations."""
+    over_age: int = 0
+    """Of these, too old to train when their batch came."""
 
     @property
     def loss_rate(self) -> float:
         return self.lost / self.episodes
+
+    @property
+    def over_age_rate(self) -> float:
+        return self.over_age / self.tokens if self.tokens else 0.0
 
     @property
     def name(self) -> str:
@@ -125,6 +133,8 @@ def deciles_of(episodes: Iterable[EpisodeView]) -> list[Decile]:
             max_tokens=tenth[-1].num_sampled,
             episodes=len(tenth),
             lost=sum(view.state in LOST for view in tenth),
+            tokens=sum(view.num_sampled for view in tenth),
+            over_age=sum(view.discarded.get("over_age", 0) for view in tenth),
         )
         for tenth in tenths
     ]

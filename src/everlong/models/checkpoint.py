@@ -10,15 +10,21 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from everlong.models.llama.config import LlamaConfig
+from everlong.models.llama.lora import Adapters
 from everlong.models.llama.model import Llama
 from everlong.models.numerics import Numerics
+
+ADAPTER = "adapter"
+"""Folder of the adapters inside a checkpoint."""
 
 
 def save_checkpoint(model: Llama, folder: Path, companions: Mapping[str, bytes] | None = None) -> None:
     """Write the folder whole or not at all. `companions` (tokenizer.json, ...) are written beside the weights, by name.
 
+    A model with adapters is written merged, and its adapters alone, as PEFT reads them, in the folder `adapter` inside.
     Raises FileExistsError when the folder is there already.
     """
     if folder.exists():
@@ -29,11 +35,35 @@ def save_checkpoint(model: Llama, folder: Path, companions: Mapping[str, bytes] 
         target.mkdir()
         config = {**model.config.to_hf(), "dtype": str(model.dtype).removeprefix("torch.")}
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        weights = {name: weight.detach().contiguous() for name, weight in model.named_weights().items()}
-        save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+        _save(model.merged_weights(), target / "model.safetensors")
+        if model.adapters is not None:
+            _save_adapters(model.adapters, target / ADAPTER)
         for name, content in (companions or {}).items():
             (target / name).write_bytes(content)
         os.rename(target, folder)
+
+
+def _save_adapters(adapters: Adapters, folder: Path) -> None:
+    folder.mkdir()
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapters.base_name,
+        "r": adapters.config.rank,
+        "lora_alpha": adapters.config.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(adapters.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tensors = {f"base_model.model.{name}": tensor for name, tensor in adapters.named().items()}
+    _save(tensors, folder / "adapter_model.safetensors")
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def load_checkpoint(

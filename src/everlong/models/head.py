@@ -184,6 +184,8 @@ class _Chunk(torch.autograd.Function):
         dtype = torch.float32 if ctx.numerics is Numerics.ALIGNED else head_weight.dtype
         d_logits = d_logits.to(dtype)
         d_hidden = (d_logits @ weight.to(dtype)).to(hidden.dtype)
+        if not ctx.needs_input_grad[1]:
+            return d_hidden, *(None,) * 7
         d_weight = (d_logits.T @ hidden.to(dtype)).to(head_weight.dtype)
         if ids is not None:
             d_weight = torch.zeros_like(head_weight).index_copy_(0, ids, d_weight)

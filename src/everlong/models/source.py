@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everlong.contracts.import_path import load_named
 from everlong.models.config import FolderModel, HubModel, ModelConfig, OwnModel, Smollm2Model
 from everlong.models.llama.config import LlamaConfig
-from everlong.models.smollm2 import smollm2_folder
+from everlong.models.smollm2 import is_converted, smollm2_folder
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,13 @@ def find_model(config: ModelConfig) -> ModelSource:
     return ModelSource(LlamaConfig.from_hf(json.loads((folder / "config.json").read_text())), folder)
 
 
+def is_model_here(config: ModelConfig) -> bool:
+    """Whether `find_model` has nothing to convert or to download. Raises FileNotFoundError where a package for it is missing."""
+    if isinstance(config, Smollm2Model):
+        return is_converted()
+    return not isinstance(config, HubModel) or _is_in_cache(config)
+
+
 def _own_source(path: str) -> ModelSource:
     function = load_named(path)
     source = function() if callable(function) else function
@@ -98,16 +106,30 @@ def _folder_of(config: ModelConfig) -> Path | None:
             return None
 
 
-def _snapshot(config: HubModel) -> Path:
-    """The repository's files in huggingface_hub's own cache; offline where HF_HUB_OFFLINE says so."""
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-    except ImportError as error:
+def _need_hub(config: HubModel) -> None:
+    if find_spec("huggingface_hub") is None:
         raise FileNotFoundError(
             f"model {config.repo} is on the Hugging Face hub, and the Python package huggingface_hub is not installed: "
             "pip install huggingface_hub, or give model.type=folder a local copy"
-        ) from error
+        )
+
+
+def _is_in_cache(config: HubModel) -> bool:
+    _need_hub(config)
+    from huggingface_hub import try_to_load_from_cache
+
+    return all(
+        isinstance(try_to_load_from_cache(config.repo, name, revision=config.revision), str)
+        for name in CHECKPOINT_FILES
+    )
+
+
+def _snapshot(config: HubModel) -> Path:
+    """The repository's files in huggingface_hub's own cache; offline where HF_HUB_OFFLINE says so."""
+    _need_hub(config)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
     try:
         folder = snapshot_download(
             config.repo, revision=config.revision, allow_patterns=[*CHECKPOINT_FILES, *COMPANIONS]

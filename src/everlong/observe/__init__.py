@@ -1,7 +1,7 @@
 """What is measured and where it goes: sinks, curves, and the report of a run."""
 
 from everlong.observe.console import ConsoleSink
-from everlong.observe.intervals import Gain, paired_gain, success_text, wilson_interval
+from everlong.observe.intervals import Gain, interval_text, paired_gain, percent, success_text, wilson_interval
 from everlong.observe.plots import Panel, Series, draw_panels, plot_panels, read_panels
 from everlong.observe.report import (
     EpisodeText,
@@ -13,8 +13,10 @@ from everlong.observe.report import (
     write_report,
 )
 from everlong.observe.sinks import FanOut, JsonlSink, MemorySink, Point, read_points
+from everlong.observe.stages import SILENT, Stages
 
 __all__ = [
+    "SILENT",
     "ConsoleSink",
     "EpisodeText",
     "Evaluation",
@@ -26,9 +28,12 @@ __all__ = [
     "Panel",
     "Point",
     "Series",
+    "Stages",
     "TurnText",
     "draw_panels",
+    "interval_text",
     "paired_gain",
+    "percent",
     "plot_panels",
     "read_evaluations",
     "read_panels",

@@ -22,8 +22,9 @@ WARMUP_EVERY = 10
 
 
 class ConsoleSink:
-    """Shows of the axis "batch": `loss` in the warm-up, then `reward`, `tokens_per_s` and `reason/<why>`, the episodes
-    by how they ended; of "eval": `success` with its interval over `episodes`. Ignores other axes.
+    """Shows of the axis "batch": `loss` in the warm-up, then `reward`, `tokens_per_s`, `idle` and `reason/<why>`, the
+    episodes by how they ended, and where no group has signal that; of "eval": `success` with its interval over `episodes`.
+    Ignores other axes.
 
     `num_batches`: of the whole run, `num_warmup` of them before the RL batches; for the time left. A point is shown when
     it comes; nothing is kept.
@@ -71,11 +72,13 @@ class ConsoleSink:
     def _batch(self, done: int, values: Mapping[str, float]) -> None:
         left_s = self._paces[False].left_s(done, self._num_rl, self._clock())
         name = f"batch {_of(done, self._num_rl)}"
-        parts = [name]
+        parts = [name, *_signal(values)]
         if "reward" in values:
             parts.append(f"reward {values['reward']:.3f}")
         if "tokens_per_s" in values:
             parts.append(f"{values['tokens_per_s']:5,.0f} tokens/s")
+        if "idle" in values:
+            parts.append(f"idle {values['idle']:3.0%}")
         parts += [
             f"{name.removeprefix(REASONS)} {n:.0f}" for name, n in sorted(values.items()) if name.startswith(REASONS)
         ]
@@ -104,6 +107,16 @@ class ConsoleSink:
             parts.append(f"{format_duration(left_s)} left")
         table.add_row(*parts)
         return table
+
+
+def _signal(values: Mapping[str, float]) -> list[str]:
+    """That a batch left the weights as they were, where it did, and why."""
+    groups, silent = values.get("groups", 0.0), values.get("groups_without_signal", 0.0)
+    if not groups or silent < groups or values.get("tokens/trained", 0.0):
+        return []
+    if unjudged := values.get("groups_without_verdicts", 0.0):
+        return [f"no signal: of {groups:.0f} groups {silent - unjudged:.0f} agree, {unjudged:.0f} lack verdicts"]
+    return ["no signal: its one group agrees" if groups == 1 else f"no signal: all {groups:.0f} groups agree"]
 
 
 class _Pace:

@@ -9,6 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 Z_95 = 1.959963984540054
+TRIALS_OF_A_DECIMAL = 20
+"""From so many trials on a percentage has a decimal. With fewer, one trial moves it by more than 5 points; with more, whole
+numbers would no longer add up: 60.5 and 75.5 lie 15 apart, "60" and "76" do not."""
 
 
 def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
@@ -24,10 +27,23 @@ def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
     return max(0.0, (middle - reach) / (1 + z2)), min(1.0, (middle + reach) / (1 + z2))
 
 
+def percent(share: float, trials: float, sign: str = "") -> str:
+    """100 times a share of so many trials, without the sign for percent. Example: percent(0.605, 200) is "60.5".
+
+    `sign`: "+" says it also of what is not negative.
+    """
+    return f"{100 * share:{sign}.{int(trials >= TRIALS_OF_A_DECIMAL)}f}"
+
+
+def interval_text(low: float, high: float, trials: float, sign: str = "") -> str:
+    """Example: interval_text(0.42, 0.58, 150) is "42.0 to 58.0"."""
+    return f"{percent(low, trials, sign)} to {percent(high, trials, sign)}"
+
+
 def success_text(share: float, trials: float) -> str:
-    """A share in percent with its interval. Example: success_text(0.5, 150) is "50 % (42 to 58)"."""
+    """A share in percent with its interval. Example: success_text(0.5, 150) is "50.0 % (42.1 to 57.9)"."""
     low, high = wilson_interval(share * trials, trials)
-    return f"{100 * share:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
+    return f"{percent(share, trials)} % ({interval_text(low, high, trials)})"
 
 
 class Gain(NamedTuple):
@@ -37,11 +53,23 @@ class Gain(NamedTuple):
     low: float
     high: float
     num_tasks: int
+    num_trials: int
+    """Outcomes of these tasks, on the side that has fewer."""
+
+    @property
+    def mean_text(self) -> str:
+        """Example: "+34.5"."""
+        return percent(self.mean, self.num_trials, "+")
+
+    @property
+    def interval_text(self) -> str:
+        """Example: "+25.0 to +43.5"."""
+        return interval_text(self.low, self.high, self.num_trials, "+")
 
     @property
     def text(self) -> str:
-        """Example: "+34 points (+25 to +43)"."""
-        return f"{100 * self.mean:+.0f} points ({100 * self.low:+.0f} to {100 * self.high:+.0f})"
+        """Example: "+34.5 points (+25.0 to +43.5)"."""
+        return f"{self.mean_text} points ({self.interval_text})"
 
 
 def paired_gain(
@@ -55,4 +83,5 @@ def paired_gain(
     differences = np.array([np.mean(after[task]) - np.mean(before[task]) for task in tasks])
     drawn = np.random.default_rng(seed).integers(0, len(tasks), (draws, len(tasks)))
     low, high = np.percentile(differences[drawn].mean(1), [2.5, 97.5])
-    return Gain(float(differences.mean()), float(low), float(high), len(tasks))
+    num_trials = min(sum(len(side[task]) for task in tasks) for side in (before, after))
+    return Gain(float(differences.mean()), float(low), float(high), len(tasks), num_trials)

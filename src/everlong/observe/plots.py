@@ -12,6 +12,8 @@ from everlong.observe.intervals import wilson_interval
 from everlong.observe.sinks import Point
 
 COLUMNS = 2
+AGE_SHARE = "staleness/share/"
+"""Names of the shares of trained tokens by age begin with this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,8 @@ class Panel:
 
 
 def read_panels(points: Sequence[Point]) -> list[Panel]:
-    """Reward and held-out success; warm-up loss; entropy; tokens per second: those that were measured.
+    """Reward and held-out success; warm-up loss; entropy; tokens per second; age, where any token was old: those that were
+    measured.
 
     Of a value that was written twice for a step, the later counts: a batch that a crash made train again was sampled once. RL batches count from 1, an evaluation stands at the number of
     RL batches before it.
@@ -63,6 +66,7 @@ def read_panels(points: Sequence[Point]) -> list[Panel]:
         Panel("Warm-up: loss on oracle traces", "warm-up batch", (_series("loss", warm, "loss"),)),
         Panel("Entropy of the policy per token", "RL batch", (_series("entropy, nats", trained, "entropy"),)),
         Panel("Sampled tokens per second", "RL batch", (_series("tokens/s", trained, "tokens_per_s"),)),
+        Panel("Trained tokens by age in policy versions", "RL batch", _ages(trained), is_share=True),
     ]
     return [panel for panel in panels if any(series.values for series in panel.series)]
 
@@ -116,6 +120,14 @@ def _draw(panel: Panel, axes) -> None:
 def _series(label: str, rows: dict[int, dict[str, float | None]], name: str) -> Series:
     found = {x: value for x, values in rows.items() if (value := values.get(name)) is not None}
     return Series(label, found)
+
+
+def _ages(rows: dict[int, dict[str, float | None]]) -> tuple[Series, ...]:
+    """A series per age; none where every token was of the current version."""
+    names = sorted({name for values in rows.values() for name in values if name.startswith(AGE_SHARE)})
+    if len(names) < 2:
+        return ()
+    return tuple(_series(f"age {name.removeprefix(AGE_SHARE)}", rows, name) for name in names)
 
 
 def _success(evals: dict[int, dict[str, float | None]]) -> Series:

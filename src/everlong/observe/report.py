@@ -12,7 +12,7 @@ import jinja2
 
 from everlong.contracts.records import Record
 from everlong.observe.console import BATCH, EVAL, WARMUP, format_duration
-from everlong.observe.intervals import Gain, success_text, wilson_interval
+from everlong.observe.intervals import Gain, interval_text, percent, success_text, wilson_interval
 from everlong.observe.plots import Panel, draw_panels, read_panels
 from everlong.observe.sinks import Point, read_points
 
@@ -58,6 +58,10 @@ class LossRow(Record, frozen=True, kw_only=True):
     episodes: int
     lost: int
 
+    @property
+    def percent(self) -> str:
+        return percent(self.lost / self.episodes, self.episodes)
+
 
 class Evaluation(Record, frozen=True, kw_only=True):
     """Held-out tasks at one moment of the run, with the 95 % interval of the success."""
@@ -70,6 +74,14 @@ class Evaluation(Record, frozen=True, kw_only=True):
     @property
     def interval(self) -> tuple[float, float]:
         return wilson_interval(self.success * self.episodes, self.episodes)
+
+    @property
+    def percent(self) -> str:
+        return percent(self.success, self.episodes)
+
+    @property
+    def interval_text(self) -> str:
+        return interval_text(*self.interval, self.episodes)
 
     @property
     def text(self) -> str:

@@ -17,6 +17,8 @@ class BatchMaker:
     admission: AdmissionConfig
     packing: PackingConfig
     seed: int
+    max_staleness: int | None = None
+    """Policy versions by which a token may be old when it trains; None sets no bound."""
 
     def make(self, batch: int, groups: Mapping[int, Sequence[Episode]]) -> tuple[list[ScoredGroup], PackedBatch]:
         """Packs the groups in the order of their numbers, episodes in the order of their attempts."""
@@ -25,4 +27,4 @@ class BatchMaker:
             for group, episodes in sorted(groups.items())
             if episodes
         ]
-        return scored, pack_batch(batch, scored, self.packing, self.admission, self.seed)
+        return scored, pack_batch(batch, scored, self.packing, self.admission, self.seed, self.max_staleness)

@@ -7,7 +7,7 @@ are written, before the ledger says that it is trained. So whatever the ledger s
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,10 +39,12 @@ from everlong.ledger.writer import LedgerWriter
 from everlong.observe.console import WARMUP
 from everlong.orchestrator import events
 from everlong.orchestrator.batches import BatchMaker
-from everlong.orchestrator.measuring import batch_metrics, engine_metrics, loss_metrics
+from everlong.orchestrator.measuring import batch_metrics, engine_metrics, loss_metrics, signal_metrics
 from everlong.orchestrator.outcomes import eval_outcome, replaced_outcome, train_outcomes
 from everlong.orchestrator.pool_watch import Judge, PoolWatch, member_metrics
+from everlong.orchestrator.window import BUSY_S, BatchWindow
 from everlong.rollouts.leash import leashed
+from everlong.rollouts.pausing import Pause
 from everlong.trajectories.packing import PackedBatch
 
 STOP_S = 30.0
@@ -68,7 +70,11 @@ class Parts:
     """Content hash of every task by its id."""
     clock: Callable[[], float]
     worker_lost: Callable[[], bool] = field(default=lambda: False)
-    """True once the worker process is gone: then no episode's failure is its own."""
+    """True once a worker process is gone: then no episode's failure is its own."""
+    pause: Pause = field(default_factory=Pause)
+    """Holds back the turns of the episodes."""
+    apart: bool = False
+    """Whether engine and trainer have processes, and compute, of their own."""
     judge: Judge | None = None
     """Of a pool of engines; None where the run has one engine."""
 
@@ -107,16 +113,18 @@ class RunConductor:
         self._dropped: set[int] = set()
         self._kept: dict[str, Episode] = {}
         self._pool = PoolWatch(parts.judge, parts.ledger)
-        self._sampling_since: float | None = None
-        """When the first episode of the round or evaluation under way was ordered; None between rounds."""
+        self._sampling_since: dict[Purpose, float] = {}
+        """When the first episode of the batch or evaluation under way was ordered, or the batch before was closed."""
+        self._num_sampled: Counter[Purpose] = Counter()
+        """Tokens of the episodes that ended since then."""
+        self._window = BatchWindow(parts.clock, apart=parts.apart)
 
     # Actions ---------------------------------------------------------------------------------------------------------
 
     def begin(self, action: events.Action) -> None:
         match action:
             case events.RunEpisode():
-                if self._sampling_since is None:
-                    self._sampling_since = self._parts.clock()
+                self._sampling_since.setdefault(action.order.purpose, self._parts.clock())
                 self._spawn(self._run_episode(action.order))
             case events.CancelEpisode():
                 self._cancelled[action.episode] = action.reason
@@ -128,6 +136,10 @@ class RunConductor:
                 self._spawn(self._warm_up(action))
             case events.TrainGroups():
                 self._spawn(self._train_groups(action))
+            case events.PauseSampling():
+                self._parts.pause.pause()
+            case events.ResumeSampling():
+                self._parts.pause.resume()
             case events.Publish():
                 self._spawn(self._publish())
             case events.UpdateEngine():
@@ -165,6 +177,7 @@ class RunConductor:
         task = asyncio.create_task(post())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # it may have been cancelled before it began
 
     # Episodes --------------------------------------------------------------------------------------------------------
 
@@ -172,7 +185,7 @@ class RunConductor:
         await self._parts.ledger.append(*self._opening_facts(order))
         episode = await self._attempt(order)
         if self._parts.worker_lost():
-            raise WorkerDied("the worker process is gone; `everlong resume RUN` goes on from what is stored")
+            raise WorkerDied("a worker process is gone; `everlong resume RUN` goes on from what is stored")
         await self._store(episode)
         error = episode.error or episode.verdict.output
         return events.EpisodeEnded(self._parts.clock(), order, episode.reason, episode.reward, error)
@@ -246,6 +259,7 @@ class RunConductor:
         elif dropped:
             facts.append(replaced_outcome(view))
         await self._parts.ledger.append(*facts)
+        self._num_sampled[order.purpose] += episode.num_sampled
         if order.purpose is Purpose.EVAL or not dropped:
             self._kept[order.episode] = episode
 
@@ -317,8 +331,7 @@ class RunConductor:
             return _Made({}, None, {WARMUP: 1.0})
         episodes = {group: await self._group(Purpose.TRAIN, group) for group in groups}
         scored, packed = await asyncio.to_thread(self._parts.batches.make, batch, episodes)
-        silent = {"groups_without_signal": float(sum(group.discarded is not None for group in scored))}
-        return _Made(episodes, packed, {**batch_metrics(episodes), **packed.stats, **silent})
+        return _Made(episodes, packed, {**batch_metrics(episodes), **packed.stats, **signal_metrics(scored)})
 
     async def _warm_up(self, action: events.WarmUp) -> events.Event:
         watch = Stopwatch(self._parts.clock)
@@ -332,7 +345,7 @@ class RunConductor:
         return events.BatchDone(self._parts.clock(), action.batch, report.policy_version)
 
     async def _train_groups(self, action: events.TrainGroups) -> events.Event:
-        sampling = self._sampling_metrics(action.groups, Purpose.TRAIN)
+        sampling = self._sampling_metrics(Purpose.TRAIN)
         watch = Stopwatch(self._parts.clock)
         engine = engine_metrics(await self._parts.engine.status())
         made = await self._made(action.batch, action.groups)
@@ -341,7 +354,8 @@ class RunConductor:
         await self._close_batch(action.batch, action.groups)
         report = await self._train(made.packed.train_batch, action.save, watch)
         members = await self._pool.judge(report.mismatch)
-        values = {**made.metrics, **report.metrics, **engine, **sampling, **watch.seconds}
+        window = self._window.close(await self._engine_busy_s(), len(made.packed.train_batch.episodes))
+        values = {**made.metrics, **report.metrics, **engine, **sampling, **watch.seconds, **window}
         values |= loss_metrics(self._parts.ledger.lifecycle.loss_by_length_decile())
         values |= member_metrics(members)
         self._parts.metrics.log("batch", action.batch, {**values, "deadlines": float(action.deadlines)})
@@ -356,15 +370,22 @@ class RunConductor:
         if save:
             await self._parts.trainer.save()
             watch.lap("saving")
+        self._window.add_training(watch.seconds["seconds/training"] + watch.seconds.get("seconds/saving", 0.0))
         return report
 
-    def _sampling_metrics(self, groups: Sequence[int], purpose: Purpose) -> dict[str, float]:
-        """Seconds since the round opened and sampled tokens per second; nothing where no episode had to run."""
-        since, self._sampling_since = self._sampling_since, None
+    async def _engine_busy_s(self) -> float | None:
+        return (await self._parts.engine.status()).metrics.get(BUSY_S)
+
+    def _sampling_metrics(self, purpose: Purpose) -> dict[str, float]:
+        """Seconds since sampling for the batch began, or since the batch before where sampling went on, and tokens per second of
+        the episodes that ended in them; nothing where no episode had to run."""
+        since, num_sampled = self._sampling_since.pop(purpose, None), self._num_sampled.pop(purpose, 0)
         if since is None:
             return {}
-        seconds = self._parts.clock() - since
-        num_sampled = sum(member.num_sampled for group in groups for member in self._members(purpose, group))
+        views, now_s = self._parts.ledger.lifecycle.episodes, self._parts.clock()
+        if any(views[name].purpose is purpose for name in self._running):
+            self._sampling_since[purpose] = now_s
+        seconds = now_s - since
         values = {"seconds/sampling": seconds}
         return {**values, "tokens_per_s": num_sampled / seconds} if seconds > 0 else values
 
@@ -382,7 +403,9 @@ class RunConductor:
     # Weights and evaluation ------------------------------------------------------------------------------------------
 
     async def _publish(self) -> events.Event:
+        began_s = self._parts.clock()
         published = await self._parts.trainer.publish()
+        self._window.add_training(self._parts.clock() - began_s)
         known = self._parts.ledger.lifecycle.published_version
         if known is None or published.version > known:
             density = published.num_changed / max(1, published.num_values)
@@ -399,11 +422,12 @@ class RunConductor:
 
     async def _update_engine(self, policy_version: int) -> events.Event:
         status = await self._parts.engine.update(policy_version)
+        self._window.open(status.metrics.get(BUSY_S))
         await self._parts.ledger.append(EngineUpdatedFact(version=status.policy_version))
         return events.EngineUpdated(self._parts.clock(), status.policy_version)
 
     async def _record_eval(self, action: events.RecordEval) -> events.Event:
-        sampling = self._sampling_metrics(action.groups, Purpose.EVAL)
+        sampling = self._sampling_metrics(Purpose.EVAL)
         rewards = [e.reward for group in action.groups for e in await self._group(Purpose.EVAL, group)]
         verdicts = [reward for reward in rewards if reward is not None]
         successes = sum(reward >= 1.0 for reward in verdicts)

@@ -1,7 +1,7 @@
 """What happens (events) and what shall be done (actions): the only language between decisions and the world.
 
 Time stands inside the event. Every action is answered by exactly one event, except `CancelEpisode`, whose episode
-answers by itself, and `DropGroup`.
+answers by itself, and those that say so.
 """
 
 from dataclasses import dataclass
@@ -103,6 +103,16 @@ class TrainGroups:
 
 
 @dataclass(frozen=True, slots=True)
+class PauseSampling:
+    """No new turn begins until `ResumeSampling`; agents wait, and their time limits with them. No event answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeSampling:
+    """Turns that were held back begin, under the weights that the engine holds now. No event answers."""
+
+
+@dataclass(frozen=True, slots=True)
 class Publish:
     """Put the trainer's current version into the object store."""
 
@@ -121,7 +131,18 @@ class RecordEval:
     groups: tuple[int, ...]
 
 
-Action = RunEpisode | CancelEpisode | DropGroup | WarmUp | TrainGroups | Publish | UpdateEngine | RecordEval
+Action = (
+    RunEpisode
+    | CancelEpisode
+    | DropGroup
+    | WarmUp
+    | TrainGroups
+    | PauseSampling
+    | ResumeSampling
+    | Publish
+    | UpdateEngine
+    | RecordEval
+)
 
 
 class RunAborted(EverlongError):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from everlong.contracts.records import EngineStatus, Episode
+from everlong.contracts.records import EngineStatus, Episode, ScoredGroup
 from everlong.ledger.views import Decile
 
 
@@ -34,6 +34,15 @@ def batch_metrics(groups: Mapping[int, Sequence[Episode]]) -> dict[str, float]:
     }
 
 
+def signal_metrics(scored: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Groups of the batch; those that have nothing to teach, and those of them that have too few verdicts to compare."""
+    return {
+        "groups": float(len(scored)),
+        "groups_without_signal": float(sum(group.discarded is not None for group in scored)),
+        "groups_without_verdicts": float(sum(group.discarded == "too_few_verdicts" for group in scored)),
+    }
+
+
 def engine_metrics(status: EngineStatus) -> dict[str, float]:
     """What the engine says of itself when sampling has ended, as `engine/NAME`; sums are since the engine was opened."""
     told = {"running": status.num_running, "waiting": status.num_waiting, **status.metrics}
@@ -41,5 +50,10 @@ def engine_metrics(status: EngineStatus) -> dict[str, float]:
 
 
 def loss_metrics(deciles: Sequence[Decile]) -> dict[str, float]:
-    """Share of lost episodes in each tenth of those that ended so far, from the shortest to the longest."""
-    return {f"lost_by_length/{place:02d}": decile.loss_rate for place, decile in enumerate(deciles, start=1)}
+    """Share of lost episodes in each tenth of those that ended so far, from the shortest to the longest; and, where any was, the
+    share of tokens that were too old to train."""
+    numbered = [(f"{place:02d}", decile) for place, decile in enumerate(deciles, start=1)]
+    values = {f"lost_by_length/{place}": decile.loss_rate for place, decile in numbered}
+    if any(decile.over_age for decile in deciles):
+        values |= {f"over_age_by_length/{place}": decile.over_age_rate for place, decile in numbered}
+    return values

@@ -12,7 +12,7 @@ from everlong.contracts.records import Purpose
 from everlong.ledger.facts import EpisodeInterrupted, EpisodeState, Fact
 from everlong.ledger.lifecycle import GroupView, Lifecycle
 from everlong.orchestrator.outcomes import replaced_outcome
-from everlong.orchestrator.scheduler import Progress
+from everlong.orchestrator.progress import Progress
 
 
 def interruptions(lifecycle: Lifecycle) -> list[Fact]:
@@ -39,6 +39,9 @@ def progress_of(lifecycle: Lifecycle) -> Progress:
         num_batches=lifecycle.num_trained,
         consumed=frozenset(trained | replaced),
         closed_groups=closed.groups if closed is not None and closed.groups else None,
+        open_groups={
+            view.group: view.engine_version for view in groups if view.batch is None and view.group not in replaced
+        },
         ended=frozenset(
             name
             for name, view in lifecycle.episodes.items()

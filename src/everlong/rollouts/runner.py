@@ -24,6 +24,7 @@ from everlong.environments.tasks.opening import open_task
 from everlong.rollouts.config import ThinkingHistory
 from everlong.rollouts.gateway.session import ContextFull, Journal, Session, SessionLimits, TurnLimit
 from everlong.rollouts.leash import GRACE_S, leashed
+from everlong.rollouts.pausing import Pause
 from everlong.rollouts.renderers.chatml import Renderer
 
 
@@ -44,6 +45,8 @@ class Sampling:
     params: SamplingParams
     run_seed: int
     limits: SessionLimits
+    pause: Pause = field(default_factory=Pause)
+    """While it is on, nobody's time limit runs."""
     thinking: ThinkingHistory = "keep"
 
 
@@ -121,8 +124,9 @@ class EpisodeRunner:
         )
         try:
             async with asyncio.timeout(task.agent_timeout_s) as limit:
-                begin = partial(self._harness.run, task, session, sandbox)
-                attempt.reason = _checked(await leashed(begin, f"the harness of {order.episode}", GRACE_S))
+                with sampling.pause.spares(limit):
+                    begin = partial(self._harness.run, task, session, sandbox)
+                    attempt.reason = _checked(await leashed(begin, f"the harness of {order.episode}", GRACE_S))
             if session.refusal is not None:  # the agent met it and went its way: it still is why the episode ended
                 raise session.refusal
         except TimeoutError:

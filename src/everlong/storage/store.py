@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,20 +18,47 @@ from obstore.store import ObjectStore as ObstoreClient
 
 from everlong.contracts.errors import AlreadyExists, NotFound, StoreError
 from everlong.storage.keys import as_folder, check_key
+from everlong.storage.reasons import bucket_is_missing, nobody_answered, reason_of
 
 if TYPE_CHECKING:
-    from obstore.store import RetryConfig
+    from obstore.store import ClientConfig, RetryConfig
 
-REMOTE_SCHEMES = ("s3", "gs", "az")
+VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+"""How the environment's variables begin, by the scheme of a remote URL."""
 
-# A remote store that does not answer for half a minute is reported, not waited for: callers above decide whether to go on.
-RETRIES: RetryConfig = {"max_retries": 5, "retry_timeout": timedelta(seconds=30)}
+PATIENCE = timedelta(seconds=30)
+"""A remote store that is away for half a minute is reported, not waited for: callers above decide whether to go on. That is
+enough for a server that starts again."""
+
+PAUSE_S = 0.5
+# Only time ends the retries: with few of them a server that refuses connections would be given up within a second.
+RETRIES: RetryConfig = {
+    "max_retries": 1000,
+    "retry_timeout": PATIENCE,
+    "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2), "base": 2},
+}
+# Silence is measured and not the whole transfer, which for a checkpoint on a slow line takes longer than any outage.
+CLIENT: ClientConfig = {
+    "connect_timeout": timedelta(seconds=5),
+    "read_timeout": PATIENCE,
+    "timeout": timedelta(hours=1),
+}
+# The client reads these from the environment by itself only where it is given no options at all.
+_OF_THE_ENVIRONMENT = (
+    "allow_http",
+    "allow_invalid_certificates",
+    "connect_timeout",
+    "proxy_url",
+    "read_timeout",
+    "timeout",
+)
 
 
 class ObstoreStore:
     """An `ObjectStore` on one obstore client. Safe to share between threads.
 
-    Every method raises StoreError when the backend refused or could not be reached; remote ones retry for up to 30 s first.
+    Every method raises StoreError when the backend refused or could not be reached. Remote ones try again for 30 s first; a
+    server that takes a request and then says nothing is given up after 30 s, or after 60 s where it came back in between.
     """
 
     def __init__(self, client: ObstoreClient, name: str) -> None:
@@ -43,8 +72,21 @@ class ObstoreStore:
 
         The winner may be this very call, retried after a lost reply: read the object and compare before giving up.
         """
+        until = time.monotonic() + PATIENCE.total_seconds()
         with self._errors("create", check_key(key)):
+            while not self._created(key, data, until):
+                time.sleep(PAUSE_S)
+
+    def _created(self, key: str, data: bytes, until: float) -> bool:
+        """False where it is to be tried again: the client gives a create up when its connection breaks under way, since it cannot
+        know whether it arrived; callers can, by what lies there."""
+        try:
             obstore.put(self._client, key, data, mode="create")
+        except BaseError as error:
+            if nobody_answered(error) and time.monotonic() < until:
+                return False
+            raise
+        return True
 
     def put(self, key: str, data: bytes) -> None:
         with self._errors("put", check_key(key)):
@@ -72,21 +114,20 @@ class ObstoreStore:
     def _errors(self, action: str, key: str) -> Generator[None]:
         try:
             yield
-        except FileNotFoundError as error:
-            raise NotFound(f"{self._name} has no object {key!r}") from error
-        except AlreadyExistsError as error:
-            raise AlreadyExists(f"{self._name} already has an object {key!r}: read it and compare") from error
+        except AlreadyExistsError:
+            raise AlreadyExists(f"{self._name} already has an object {key!r}: read it and compare") from None
         except (BaseError, OSError) as error:
-            # obstore appends a debug dump of its own types: the first line is the message.
-            reason = str(error).strip().split("\n")[0]
-            raise StoreError(f"cannot {action} {key!r} in {self._name}: {reason}") from error
+            if isinstance(error, FileNotFoundError) and not bucket_is_missing(error):
+                raise NotFound(f"{self._name} has no object {key!r}") from None
+            raise StoreError(f"cannot {action} {key!r} in {self._name}: {reason_of(error)}") from None
 
 
 def open_store(url: str) -> ObstoreStore:
     """The store behind a folder path, `file://`, `memory://`, `s3://bucket/path`, `gs://bucket/path` or `az://container/path`.
 
     A folder is made where it does not exist. Two stores opened with `memory://` share nothing. Remote stores take
-    credentials and endpoints from the environment (AWS_*, GOOGLE_*, AZURE_*). Raises ValueError for another scheme.
+    credentials and endpoints from the environment (AWS_*, GOOGLE_*, AZURE_*). Raises ValueError for another scheme, and for
+    a remote URL that holds more than bucket and path.
     """
     scheme = urlsplit(url).scheme if "://" in url else ""
     if scheme == "memory":
@@ -95,9 +136,26 @@ def open_store(url: str) -> ObstoreStore:
         folder = Path(unquote(urlsplit(url).path) if scheme else url).expanduser().resolve()
         folder.mkdir(parents=True, exist_ok=True)
         return ObstoreStore(LocalStore(folder), str(folder))
-    if scheme not in REMOTE_SCHEMES:
+    if scheme not in VARIABLES:
         raise ValueError(f"no store for {url!r}: give a folder, file://, memory://, s3://, gs:// or az://")
+    _refuse_secrets(url)
     try:
-        return ObstoreStore(from_url(url, retry_config=RETRIES), url)
+        return ObstoreStore(from_url(url, retry_config=RETRIES, client_options=_client_options(scheme)), url)
     except (BaseError, ValueError) as error:
-        raise StoreError(f"cannot open {url}: {str(error).strip().splitlines()[0]}") from error
+        raise StoreError(f"cannot open {url}: {reason_of(error)}") from None
+
+
+def _client_options(scheme: str) -> ClientConfig:
+    variables = {name: f"{VARIABLES[scheme]}_{name.upper()}" for name in _OF_THE_ENVIRONMENT}
+    given = {name: os.environ[variable] for name, variable in variables.items() if variable in os.environ}
+    return {**CLIENT, **given}
+
+
+def _refuse_secrets(url: str) -> None:
+    """Of a URL that would be written into a run's files. The message must not repeat them."""
+    parts = urlsplit(url)
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError(
+            f"the URL of a store is {parts.scheme}://, a bucket and a path, and this one holds a user, a query or a fragment, "
+            "which would have no effect and be written down: give credentials in the environment (docs/storage.md)"
+        )

@@ -14,14 +14,15 @@ from everlong.trainer.optimizer_config import AnyOptimizer, MuonConfig
 
 
 class MasterOptimizer:
-    """Holds the masters and their moments. Where the model's weights are float32 they are the masters themselves.
+    """Holds the masters and their moments, of what trains alone. Where the model's weights are float32 they are the masters
+    themselves.
 
     With Muon the matrices inside the layers have a momentum, and everything else AdamW's moments.
     """
 
     def __init__(self, model: Llama, config: AnyOptimizer) -> None:
         self._config = config
-        self._weights = {name: weight.detach() for name, weight in model.named_weights().items()}
+        self._weights = {name: weight.detach() for name, weight in model.trained_weights().items()}
         self._masters = {name: torch.nn.Parameter(weight.float()) for name, weight in self._weights.items()}
         self._blocks = _muon_blocks(model, config)
         self._momenta = {name: torch.zeros_like(self._masters[name].detach()) for name in self._blocks}
@@ -116,6 +117,7 @@ def _muon_blocks(model: Llama, config: AnyOptimizer) -> dict[str, tuple[int, ...
     """Rows of the blocks of every matrix that Muon steps, by name: those inside the layers, none of AdamW's."""
     if not isinstance(config, MuonConfig):
         return {}
+    assert model.adapters is None, "refused with the run's settings"
     blocks = {}
     for name, weight in model.named_weights().items():
         if weight.ndim == 2 and ".layers." in name:

@@ -1,7 +1,8 @@
 """The policy that a KL term pulls to: the weights before the first batch that a policy sampled, kept in the object store.
 
 So supervised warm-up comes before it, and a resumed run finds the same one. It needs no second network: where it is asked,
-its weights change places with the model's, tensor by tensor.
+its weights change places with the model's, tensor by tensor. Of a model with adapters these alone do: before anything has
+trained their B is 0, so the reference is the frozen policy, adapters off.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class ReferencePolicy:
         try:
             return self._checked(load(self._store.get(KEY)))
         except NotFound:
-            weights = {name: weight.detach().clone() for name, weight in self._model.named_weights().items()}
+            weights = {name: weight.detach().clone() for name, weight in self._model.trained_weights().items()}
         try:
             self._store.create(KEY, save(weights))
         except AlreadyExists:
@@ -49,7 +50,7 @@ class ReferencePolicy:
         return weights
 
     def _checked(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        own = self._model.named_weights()
+        own = self._model.trained_weights()
         if own.keys() != weights.keys() or any(
             (own[name].shape, own[name].dtype) != (weights[name].shape, weights[name].dtype) for name in own
         ):
@@ -58,7 +59,7 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def _exchange(self, weights: dict[str, Tensor]) -> None:
-        for name, mine in self._model.named_weights().items():
+        for name, mine in self._model.trained_weights().items():
             theirs = mine.detach().clone()
             mine.copy_(weights[name])
             weights[name] = theirs

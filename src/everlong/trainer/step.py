@@ -54,7 +54,6 @@ def batch_gradient(
     packing and replay are the same, so the update ratio is exactly 1. `reference` are the reference policy's, [P] per
     micro-batch, where the objective has a KL term. Every micro-batch's gradient starts from zero.
     """
-    parameters = list(model.parameters())
     gradients, loss, own_starts = GradientSum(), 0.0, []
     for index, prepared in enumerate(batch.micro_batches):
         if not len(prepared.rows):
@@ -70,8 +69,7 @@ def batch_gradient(
         terms_R = _terms(scores, start, prepared, objective, tally, None if reference is None else reference[index])
         total = (prepared.weights_R * terms_R).sum()
         with tally.seconds("backward"):
-            parts = torch.autograd.grad(total, parameters, materialize_grads=True)
-        gradients.push(index, [part.float() for part in parts])
+            gradients.push(index, _gradient(total, model))
         loss += float((prepared.weights_R.double() * terms_R.detach().double()).sum())
         own_starts.append(own)
         tally.mean("entropy", scores.entropy_R[prepared.policy_P])
@@ -81,6 +79,23 @@ def batch_gradient(
     for part in gradient:
         part.div_(batch.denominator)
     return BatchGradient(loss / batch.denominator, gradient, tuple(own_starts))
+
+
+def _gradient(total: Tensor, model: Llama) -> Gradient:
+    """Of what trains, in float32. Raises ValueError for an adapter that the network's forward leaves out: it would never learn."""
+    trained = model.trained_weights()
+    if model.adapters is not None and not total.requires_grad:
+        parts: Sequence[Tensor | None] = (None,) * len(trained)
+    else:
+        parts = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
+    unused = [name for name, part in zip(trained, parts, strict=True) if part is None]
+    if unused and model.adapters is not None:
+        raise ValueError(
+            f"{unused[0]} and {len(unused) - 1} more have no part in the network's forward: a subclass of Llama must multiply "
+            "by its projections through `project`"
+        )
+    pairs = zip(trained.values(), parts, strict=True)
+    return [torch.zeros_like(weight).float() if part is None else part.float() for weight, part in pairs]
 
 
 @torch.no_grad()

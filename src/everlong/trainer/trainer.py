@@ -27,7 +27,7 @@ from everlong.contracts.records import (
 from everlong.models.checkpoint import save_checkpoint
 from everlong.models.llama.model import Llama
 from everlong.models.numerics import Numerics
-from everlong.trainer.checkpoint import CheckpointStore
+from everlong.trainer.checkpoint import CheckpointManifest, CheckpointStore
 from everlong.trainer.config import (
     AnyKl,
     AnyLoss,
@@ -86,7 +86,7 @@ class PolicyTrainer:
         self._objective = Objective(loss, ratio, kl)
         self._reference = None if isinstance(kl, NoKl) else ReferencePolicy(model, store)
         # a copy, so that a run without checkpoint can start anew in a trainer that has trained
-        self._initial = {name: weight.detach().clone() for name, weight in model.named_weights().items()}
+        self._initial = {name: weight.detach().clone() for name, weight in model.trained_weights().items()}
         self._optimizer = MasterOptimizer(model, optimizer)
         self._checkpoints = CheckpointStore(store, config.checkpoint_keep)
         self._publisher, self._seed, self._lease, self._companions = publisher, seed, lease, companions
@@ -115,7 +115,7 @@ class PolicyTrainer:
         return await self._run(self._publish)
 
     async def export(self, folder: str) -> None:
-        """Write the policy as a Hugging Face checkpoint. Raises FileExistsError where the folder is there already."""
+        """Write the policy as a Hugging Face checkpoint, adapters merged and beside it. Raises FileExistsError where the folder is there already."""
         await self._run(lambda: save_checkpoint(self._model, Path(folder), self._companions))
 
     async def close(self) -> None:
@@ -229,12 +229,22 @@ class PolicyTrainer:
                     "give each run a store of its own"
                 )
             self._optimizer.load_state(tensors)
+            self._refuse_other_weights(manifest)
         else:
-            self._model.load_weights(self._initial)
+            self._model.load_trained_weights(self._initial)
             self._optimizer.reset()
         self._num_batches = numbers[-1] if numbers else 0
         self._published = None
         return self._status()
+
+    def _refuse_other_weights(self, manifest: CheckpointManifest) -> None:
+        """A checkpoint holds what trains; what is frozen below it comes from the model's own files, which may have changed."""
+        found = self._status().fingerprint
+        if found != manifest.fingerprint:
+            raise ValueError(
+                f"with checkpoint {manifest.num_batches} the policy has the fingerprint {found}, and had {manifest.fingerprint} "
+                "when it was saved: the model that the run was started with has changed, restore its files"
+            )
 
     def _publish(self) -> PublishedVersion:
         weights = weight_set(self._model, self._num_batches)
@@ -252,17 +262,19 @@ class PolicyTrainer:
 
 
 def weight_set(model: Llama, version: int) -> WeightSet:
-    """A copy of the model's weights as bits."""
-    tensors = {}
-    for name, weight in model.named_weights().items():
-        wide = weight.dtype == torch.float32
-        bits = weight.detach().contiguous().view(torch.int32 if wide else torch.int16).numpy().copy()
-        tensors[name] = RawTensor(
-            dtype="float32" if wide else "bfloat16",
-            shape=tuple(weight.shape),
-            bits=bits.view(np.uint32 if wide else np.uint16),
-        )
-    return WeightSet(version=version, tensors=tensors)
+    """The model's weights as bits: a copy of what trains; what is frozen is never written and needs none."""
+    return WeightSet(
+        version=version,
+        tensors={name: _raw_of(weight.detach().clone()) for name, weight in model.trained_weights().items()},
+        frozen={name: _raw_of(weight.detach()) for name, weight in model.frozen_weights().items()},
+    )
+
+
+def _raw_of(weight: torch.Tensor) -> RawTensor:
+    wide = weight.dtype == torch.float32
+    bits = weight.contiguous().view(torch.int32 if wide else torch.int16).numpy()
+    dtype = "float32" if wide else "bfloat16"
+    return RawTensor(dtype=dtype, shape=tuple(weight.shape), bits=bits.view(np.uint32 if wide else np.uint16))
 
 
 def ages_of(prepared: PreparedMicroBatch, policy_version: int) -> np.ndarray:

@@ -18,6 +18,7 @@ from pydantic import Field
 from everlong.contracts.config import Config
 from everlong.contracts.errors import Reason
 from everlong.contracts.records import Episode, FinishReason, Record, ScoredGroup
+from everlong.trajectories.staleness import OVER_AGE, mask_over_age
 from everlong.trajectories.tree import ROLES, EpisodeTree
 
 NOT_IN_TREE = "not_in_tree"
@@ -39,8 +40,8 @@ class TokenOutcome(Record, frozen=True, kw_only=True):
 
     trained: int
     discarded: dict[str, int]
-    """By reason: "no_verdict", "too_few_verdicts", "zero_signal", "overlong_masked", "not_admitted", "masked" (the turn itself
-    says that the token must not train), "not_in_tree" (sampled for a turn that nobody kept)."""
+    """By reason: "no_verdict", "too_few_verdicts", "zero_signal", "overlong_masked", "not_admitted", "over_age" (of a
+    policy version that is too old), "masked" (the turn itself says that the token must not train), "not_in_tree" (sampled for a turn that nobody kept)."""
 
 
 class Branch(Record, frozen=True, kw_only=True):
@@ -64,19 +65,30 @@ class Admission(Record, frozen=True, kw_only=True, eq=False):
     outcome: TokenOutcome
 
 
-def admit_group(group: ScoredGroup, config: AdmissionConfig, seed: int) -> list[Admission]:
-    """Every episode of the group, by attempt. The draw depends on seed, group and attempt, and on no neighbour."""
+def admit_group(
+    group: ScoredGroup, config: AdmissionConfig, seed: int, oldest_version: int | None = None
+) -> list[Admission]:
+    """Every episode of the group, by attempt; tokens of a version before `oldest_version` train nowhere. The draw depends on
+    seed, group and attempt, and on no neighbour."""
     members = sorted(zip(group.episodes, group.credits, strict=True), key=lambda member: member[0].order.attempt)
-    return [_admit(group, episode, credit, config, seed) for episode, credit in members]
+    return [_admit(group, episode, credit, config, seed, oldest_version) for episode, credit in members]
 
 
-def _admit(group: ScoredGroup, episode: Episode, credit: float | None, config: AdmissionConfig, seed: int) -> Admission:
+def _admit(
+    group: ScoredGroup,
+    episode: Episode,
+    credit: float | None,
+    config: AdmissionConfig,
+    seed: int,
+    oldest_version: int | None,
+) -> Admission:
     reason = _refusal(group, episode, config)
+    episode, num_over_age = mask_over_age(episode, oldest_version)
     branches: tuple[Branch, ...] = ()
     if reason is None:
         rng = np.random.default_rng((seed, group.group, episode.order.attempt))
         branches = admit_branches(episode, config.max_branches, rng)
-    outcome = _outcome(episode, branches, reason)
+    outcome = _outcome(episode, branches, reason, num_over_age)
     return Admission(episode=episode, credit=credit, branches=branches, outcome=outcome)
 
 
@@ -124,9 +136,11 @@ def _draw(counts: dict[int, int], rng: np.random.Generator) -> int:
     return list(counts)[int(np.searchsorted(ends, rng.integers(int(ends[-1])), side="right"))]
 
 
-def _outcome(episode: Episode, branches: Iterable[Branch], reason: str | None) -> TokenOutcome:
+def _outcome(episode: Episode, branches: Iterable[Branch], reason: str | None, num_over_age: int) -> TokenOutcome:
     on_path = {turn for branch in branches for turn in branch.path}
     trained, discarded = 0, Counter({NOT_IN_TREE: episode.num_discarded})
+    if reason is None:
+        discarded.update({OVER_AGE: num_over_age, "masked": -num_over_age})
     for turn in episode.turns:
         trainable = turn.sampled.num_trainable
         if reason is not None:

@@ -19,6 +19,7 @@ from everlong.contracts.records import EpisodeShare, MicroBatch, ScoredGroup, Se
 from everlong.contracts.tokens import TokenColumns
 from everlong.trajectories.admission import Admission, AdmissionConfig, TokenOutcome, admit_group
 from everlong.trajectories.group_tree import GroupTree
+from everlong.trajectories.staleness import staleness_stats
 
 NO_GROUP = -1
 """Group of a supervised trace."""
@@ -38,18 +39,25 @@ class PackedBatch:
 
 
 def pack_batch(
-    batch: int, groups: Sequence[ScoredGroup], config: PackingConfig, admission: AdmissionConfig, seed: int
+    batch: int,
+    groups: Sequence[ScoredGroup],
+    config: PackingConfig,
+    admission: AdmissionConfig,
+    seed: int,
+    max_staleness: int | None = None,
 ) -> PackedBatch:
-    """Admit and pack. A batch in which nothing may train has no micro-batch. Raises ValueError where a group is there twice."""
+    """Admit and pack. A batch in which nothing may train has no micro-batch. Batch b trains on policy version b: tokens that are
+    more than `max_staleness` versions older train nowhere. Raises ValueError where a group is there twice."""
     groups = sorted(groups, key=lambda group: group.group)
     if len({group.group for group in groups}) != len(groups):
         raise ValueError(f"expected each group once, got {[group.group for group in groups]}")
     packer = _Packer(config.micro_batch_tokens)
+    oldest_version = None if max_staleness is None else batch - max_staleness
     shares: list[EpisodeShare] = []
     outcomes: dict[str, TokenOutcome] = {}
     num_flat = 0
     for group in groups:
-        admissions = admit_group(group, admission, seed)
+        admissions = admit_group(group, admission, seed, oldest_version)
         outcomes.update((admitted.episode.id, admitted.outcome) for admitted in admissions)
         training = [admitted for admitted in admissions if admitted.branches]
         tree = GroupTree()
@@ -58,6 +66,7 @@ def pack_batch(
         num_flat += sum(_flat_length(admitted) for admitted in training)
     train_batch = TrainBatch(batch=batch, micro_batches=packer.micro_batches(), episodes=tuple(shares))
     stats = _stats(train_batch, outcomes.values(), num_flat, config.micro_batch_tokens)
+    stats |= staleness_stats((micro_batch.columns for micro_batch in train_batch.micro_batches), batch)
     return PackedBatch(train_batch=train_batch, outcomes=outcomes, stats=stats)
 
 

@@ -13,6 +13,7 @@ from everlong.weights.tensors import WeightDtype
 
 VERSIONS = "weights/versions/"
 SHARDS = "weights/shards/"
+FROZEN = "weights/frozen/"
 
 
 class Codec(StrEnum):
@@ -66,11 +67,14 @@ class Manifest(Record, frozen=True, kw_only=True):
     num_deltas: int
     """Deltas between the last anchor and this version; 0 for an anchor."""
     fingerprint: str
+    """Of all that a token is computed with, what is frozen included."""
     num_values: int
     num_changed: int
     """Against the base that was given when it was published; all of them without one."""
     shards: tuple[Shard, ...]
     tensors: tuple[TensorEntry, ...]
+    frozen: str | None = None
+    """Fingerprint of the frozen weights that these tensors stand on; None where there are none."""
     format: int = 1
 
     @property
@@ -83,6 +87,32 @@ class Manifest(Record, frozen=True, kw_only=True):
             num_changed=self.num_changed,
             fingerprint=self.fingerprint,
         )
+
+
+class FrozenManifest(Record, frozen=True, kw_only=True):
+    """The weights that stay, whole, once for all versions that stand on them. Written after its shards."""
+
+    fingerprint: str
+    shards: tuple[Shard, ...]
+    tensors: tuple[TensorEntry, ...]
+
+
+def frozen_key(fingerprint: str) -> str:
+    return FROZEN + fingerprint
+
+
+def load_frozen_manifest(store: ObjectStore, version: int, fingerprint: str) -> FrozenManifest:
+    """Raises StoreError where it is lost or damaged: adapters alone are no policy."""
+    key = frozen_key(fingerprint)
+    try:
+        return msgspec.json.decode(store.get(key), type=FrozenManifest)
+    except NotFound as error:
+        raise StoreError(
+            f"version {version} holds adapters alone, and the frozen weights {fingerprint} that they stand on are not in the "
+            f"store: restore {key} and its shards, or start a run of its own"
+        ) from error
+    except msgspec.DecodeError as error:
+        raise StoreError(f"{key}, on which version {version} stands, is damaged: {error}") from error
 
 
 def version_key(version: int) -> str:

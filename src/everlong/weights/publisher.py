@@ -5,12 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import blake3
+import msgspec
 
 from everlong.contracts.errors import AlreadyExists
 from everlong.contracts.ports import ObjectStore
 from everlong.contracts.records import PublishedVersion
 from everlong.weights.codec import count_changed, encode_delta, encode_full, encode_steps
-from everlong.weights.manifest import Codec, Manifest, Shard, TensorEntry, encode_manifest, load_manifest, version_key
+from everlong.weights.manifest import (
+    FROZEN,
+    Codec,
+    FrozenManifest,
+    Manifest,
+    Shard,
+    TensorEntry,
+    encode_manifest,
+    frozen_key,
+    load_manifest,
+    version_key,
+)
 from everlong.weights.tensors import RawTensor, WeightSet, fingerprint, fingerprint_of
 
 SHARD_BYTES = 64 << 20
@@ -25,23 +37,44 @@ class WeightPublisher:
         self._store, self._anchor_every = store, anchor_every
 
     def publish(self, weights: WeightSet, base: WeightSet | None) -> PublishedVersion:
-        """Publish `weights` as a delta against `base`, or as an anchor: without base, or when one is due.
+        """Publish `weights` as a delta against `base`, or as an anchor: without base, or when one is due. What is frozen goes
+        into the store once, before the first version that stands on it, and into no version.
 
         Publishing the same version with the same bits again returns the first. Raises ValueError for a NaN, a base that
         is not published or was changed since; AlreadyExists when the version is taken by other weights; StoreError.
         """
         _refuse_nan(weights)
-        checksums = {name: tensor.checksum() for name, tensor in weights.tensors.items()}
+        checksums = {name: tensor.checksum() for name, tensor in {**weights.frozen, **weights.tensors}.items()}
         taken = load_manifest(self._store, weights.version)
         if taken is not None:
             return _same_or_refuse(taken, fingerprint_of(checksums))
-        manifest, shards = self._encode(weights, base, checksums)
-        for shard, data in zip(manifest.shards, shards, strict=True):
-            self._store.put(shard.key, data)
+        frozen = self._keep_frozen(weights, checksums) if weights.frozen else None
+        manifest, shards = self._encode(weights, base, checksums, frozen)
+        self._put(manifest.shards, shards)
         return self._commit(manifest)
 
+    def _keep_frozen(self, weights: WeightSet, checksums: dict[str, str]) -> str:
+        """Put them into the store where they are not yet; their fingerprint."""
+        frozen = fingerprint_of({name: checksums[name] for name in weights.frozen})
+        if frozen_key(frozen) in self._store.list(FROZEN):
+            return frozen
+        payloads = _Payloads()
+        entries = [
+            _encode_tensor(name, tensor, None, True, checksums[name], payloads)
+            for name, tensor in sorted(weights.frozen.items())
+        ]
+        shards = payloads.close()
+        manifest = FrozenManifest(fingerprint=frozen, shards=_named(shards), tensors=tuple(entries))
+        self._put(manifest.shards, shards)
+        self._store.put(frozen_key(frozen), msgspec.json.encode(manifest))
+        return frozen
+
+    def _put(self, shards: tuple[Shard, ...], contents: list[bytes]) -> None:
+        for shard, data in zip(shards, contents, strict=True):
+            self._store.put(shard.key, data)
+
     def _encode(
-        self, weights: WeightSet, base: WeightSet | None, checksums: dict[str, str]
+        self, weights: WeightSet, base: WeightSet | None, checksums: dict[str, str], frozen: str | None
     ) -> tuple[Manifest, list[bytes]]:
         num_deltas = 0 if base is None else self._deltas_since_anchor(weights.version, base)
         anchor = base is None or num_deltas >= self._anchor_every
@@ -58,8 +91,9 @@ class WeightPublisher:
             fingerprint=fingerprint_of(checksums),
             num_values=weights.num_values,
             num_changed=sum(entry.num_changed for entry in entries),
-            shards=tuple(Shard(hash=blake3.blake3(data).hexdigest(), size_bytes=len(data)) for data in shards),
+            shards=_named(shards),
             tensors=tuple(entries),
+            frozen=frozen,
         )
         return manifest, shards
 
@@ -113,6 +147,10 @@ class _Payloads:
         return [bytes(shard) for shard in self.shards if shard]
 
 
+def _named(shards: list[bytes]) -> tuple[Shard, ...]:
+    return tuple(Shard(hash=blake3.blake3(data).hexdigest(), size_bytes=len(data)) for data in shards)
+
+
 def _encode_tensor(
     name: str, tensor: RawTensor, base: WeightSet | None, anchor: bool, checksum: str, payloads: _Payloads
 ) -> TensorEntry:
@@ -156,7 +194,7 @@ def _smaller(old: RawTensor, new: RawTensor, num_changed: int) -> tuple[Codec, b
 
 
 def _refuse_nan(weights: WeightSet) -> None:
-    for name, tensor in weights.tensors.items():
+    for name, tensor in {**weights.frozen, **weights.tensors}.items():
         if tensor.has_nan():
             raise ValueError(
                 f"tensor {name} of version {weights.version} holds a NaN: training has diverged, not published"

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import blake3
 
 from everlong.contracts.errors import NotFound, StaleWeights, StoreError
 from everlong.contracts.ports import ObjectStore
 from everlong.contracts.records import PublishedVersion
 from everlong.weights.codec import apply_delta, apply_steps, decode_full
-from everlong.weights.manifest import VERSIONS, Codec, Manifest, Shard, TensorEntry, load_manifest
+from everlong.weights.manifest import (
+    VERSIONS,
+    Codec,
+    Manifest,
+    Shard,
+    TensorEntry,
+    load_frozen_manifest,
+    load_manifest,
+)
 from everlong.weights.tensors import RawTensor, WeightSet, fingerprint, fingerprint_of
 
 
@@ -18,7 +29,11 @@ class WeightReader:
 
     def latest(self) -> int | None:
         """The newest published version, compared as a number; None before the first."""
-        return max((int(key.removeprefix(VERSIONS)) for key in self._store.list(VERSIONS)), default=None)
+        return max(self.versions(), default=None)
+
+    def versions(self) -> list[int]:
+        """Every published version, ascending."""
+        return sorted(int(key.removeprefix(VERSIONS)) for key in self._store.list(VERSIONS))
 
     def manifest(self, version: int) -> PublishedVersion:
         """Raises StaleWeights where the version is not published."""
@@ -35,7 +50,8 @@ class WeightReader:
             return have
         weights = have
         for manifest in self._chain(target, have):
-            weights = self._apply(manifest, weights if manifest.base_version is not None else None)
+            frozen = self._frozen(manifest, weights)
+            weights = self._apply(manifest, weights if manifest.base_version is not None else None, frozen)
         assert weights is not None
         return weights
 
@@ -63,8 +79,19 @@ class WeightReader:
             chain.append(manifest)
         return chain[::-1]
 
-    def _apply(self, manifest: Manifest, have: WeightSet | None) -> WeightSet:
-        return apply_version(manifest, have, [self._fetch(shard, manifest.version) for shard in manifest.shards])
+    def _apply(self, manifest: Manifest, have: WeightSet | None, frozen: Mapping[str, RawTensor]) -> WeightSet:
+        shards = [self._fetch(shard, manifest.version) for shard in manifest.shards]
+        return apply_version(manifest, have, shards, frozen)
+
+    def _frozen(self, manifest: Manifest, have: WeightSet | None) -> Mapping[str, RawTensor]:
+        """What the version stands on: that of `have`, the very object, where it is the same, else out of the store."""
+        if manifest.frozen is None:
+            return {}
+        if have is not None and fingerprint(have.frozen) == manifest.frozen:
+            return have.frozen
+        found = load_frozen_manifest(self._store, manifest.version, manifest.frozen)
+        shards = [self._fetch(shard, manifest.version) for shard in found.shards]
+        return {entry.name: _read_tensor(entry, None, shards, manifest.version) for entry in found.tensors}
 
     def _fetch(self, shard: Shard, version: int) -> bytes:
         try:
@@ -81,17 +108,23 @@ class WeightReader:
         return data
 
 
-def apply_version(manifest: Manifest, have: WeightSet | None, shards: list[bytes]) -> WeightSet:
-    """The manifest's version from its base `have` (None for an anchor) and the content of its shards; pure.
+NOTHING: Mapping[str, RawTensor] = MappingProxyType({})
+
+
+def apply_version(
+    manifest: Manifest, have: WeightSet | None, shards: list[bytes], frozen: Mapping[str, RawTensor] = NOTHING
+) -> WeightSet:
+    """The manifest's version from its base `have` (None for an anchor), the content of its shards and what it stands on; pure.
 
     Raises StaleWeights when `have` is not the base, StoreError when what comes out is not what was published.
     """
     if manifest.base_version is not None and (have is None or have.version != manifest.base_version):
         raise StaleWeights(_needs_base(manifest, have) + _what_to_pull(manifest.base_version, have))
     tensors = {entry.name: _read_tensor(entry, have, shards, manifest.version) for entry in manifest.tensors}
-    if fingerprint_of({entry.name: entry.checksum for entry in manifest.tensors}) != manifest.fingerprint:
+    checksums = {name: tensor.checksum() for name, tensor in frozen.items()}
+    if fingerprint_of(checksums | {entry.name: entry.checksum for entry in manifest.tensors}) != manifest.fingerprint:
         raise StoreError(f"manifest of version {manifest.version} contradicts its own fingerprint: it is damaged")
-    return WeightSet(manifest.version, tensors)
+    return WeightSet(manifest.version, tensors, frozen)
 
 
 def _read_tensor(entry: TensorEntry, have: WeightSet | None, shards: list[bytes], version: int) -> RawTensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -70,6 +70,9 @@ class WeightSet:
 
     version: int
     tensors: Mapping[str, RawTensor]
+    """What changes from version to version: all there is, or adapters."""
+    frozen: Mapping[str, RawTensor] = field(default_factory=dict)
+    """What the adapters stand on: the same in every version, kept once in the store."""
 
     def __post_init__(self) -> None:
         if isinstance(self.version, bool) or not isinstance(self.version, int) or self.version < 0:
@@ -77,12 +80,16 @@ class WeightSet:
 
     @property
     def num_values(self) -> int:
+        """Of what changes."""
         return sum(tensor.size for tensor in self.tensors.values())
 
 
 def fingerprint(weights: WeightSet | Mapping[str, RawTensor]) -> str:
-    """xxh3-128 over names, dtypes, shapes and bytes in the order of the names: equal exactly when every bit is equal."""
-    tensors = weights.tensors if isinstance(weights, WeightSet) else weights
+    """xxh3-128 over names, dtypes, shapes and bytes in the order of the names: equal exactly when every bit is equal.
+
+    Of a set it covers all that a token is computed with, what is frozen included.
+    """
+    tensors = {**weights.frozen, **weights.tensors} if isinstance(weights, WeightSet) else weights
     return fingerprint_of({name: tensor.checksum() for name, tensor in tensors.items()})
 
 

@@ -3,13 +3,17 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from everlong.cli.run_folder import RunFolder
 from everlong.cli.train import sft_command, train_command
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
 from everlong.ledger import Ledger
+from everlong.models.checkpoint import load_checkpoint
 from everlong.orchestrator.recovery import progress_of
+from everlong.storage import open_store
+from everlong.weights import WeightReader
 
 
 def settings(folder: Path, output: str) -> list[str]:
@@ -64,6 +68,32 @@ def test_a_supervised_runs_checkpoint_starts_another_run(tmp_path: Path):
     assert batches_of(rl) == 1
     evals = [json.loads(line) for line in rl.metrics.read_text().splitlines() if '"eval"' in line]
     assert [line["values"]["episodes"] for line in evals] == [2, 2]
+
+
+LORA = ["--adapter.type", "lora", "--adapter.rank", "4"]
+
+
+def test_adapters_warm_up_and_start_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A merged checkpoint is the frozen base of the next run's adapters, in a worker of its own; versions stay small."""
+    sft_command([*settings(tmp_path, "warm"), *LORA])
+    warm = RunFolder(tmp_path / "warm")
+    assert {"adapter", "model.safetensors"} <= {path.name for path in warm.checkpoint.iterdir()}
+    assert json.loads((warm.adapter / "adapter_config.json").read_text())["base_model_name_or_path"] is None
+    start = ["--model.type", "folder", "--model.path", str(warm.checkpoint), "--warmup.num-batches", "0"]
+    command = [*settings(tmp_path, "rl"), *LORA, *start, "--worker", "process", "--admission.zero-signal", "keep"]
+    train_command(command)
+    rl = RunFolder(tmp_path / "rl")
+    assert str(rl.adapter) in "".join(capsys.readouterr().err.split())
+    config = json.loads((rl.adapter / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["r"]) == (str(warm.checkpoint), 4)
+    reader = WeightReader(open_store(rl.store_url(rl.read_config())))
+    first, second = reader.read(0), reader.read(1)
+    base = load_checkpoint(warm.checkpoint)
+    for name, weight in base.named_weights().items():
+        assert np.array_equal(first.frozen[name].bits.view(np.float32), weight.detach().numpy())
+        assert np.array_equal(second.frozen[name].bits, first.frozen[name].bits)
+    lines = [json.loads(line) for line in rl.metrics.read_text().splitlines() if "delta/size_bytes" in line]
+    assert lines[-1]["values"]["delta/size_bytes"] < 4.5 * second.num_values
 
 
 def test_an_exported_toy_is_read_by_transformers(tmp_path: Path):

@@ -47,15 +47,20 @@ def task(tmp_path: Path) -> HarborTask:
     return read_task(make_terminal(tmp_path / "task", 1, kinds=("count-lines",))[0])
 
 
-async def play(task: HarborTask, backend: LocalBackend, *commands: str) -> Verdict:
-    """Each command in a shell of its own, as an agent's turns are; then the verdict."""
+async def play(task: HarborTask, backend: LocalBackend, *commands: str, snapshots: bool = False) -> Verdict:
+    """Each command in a shell of its own, as an agent's turns are; then the verdict. `snapshots`: one after each."""
     sandbox = await open_task(task, backend, "episode")
+    kept = []
     try:
         for command in commands:
             await sandbox.exec(Command(argv=("bash", "-c", command), timeout_s=10.0))
+            if snapshots:
+                kept.append(await sandbox.snapshot())
         return await grade(task, sandbox)
     finally:
         await sandbox.close()
+        for one in kept:
+            await backend.drop(one)
 
 
 @pytest.mark.parametrize("split", list(Split))
@@ -118,6 +123,7 @@ async def test_a_cheat_is_not_paid(task: HarborTask, caged: LocalBackend, cheat:
 DEEP = "python3 -c \"import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\""
 
 
+@pytest.mark.parametrize("snapshots", [False, True], ids=["one folder", "layers"])
 @pytest.mark.parametrize(
     "left",
     [
@@ -128,20 +134,26 @@ DEEP = "python3 -c \"import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d
     ],
     ids=["deep", "locked-and-special", "names-and-links", "nothing"],
 )
-async def test_whatever_an_agent_leaves_gets_a_verdict(task: HarborTask, backend: LocalBackend, left: str):
-    verdict = await play(task, backend, left)
+async def test_whatever_an_agent_leaves_gets_a_verdict(
+    task: HarborTask, backend: LocalBackend, left: str, snapshots: bool
+):
+    verdict = await play(
+        task, backend, left, "chmod u+rwx locked; echo > locked/other; chmod 0 locked", snapshots=snapshots
+    )
     assert (verdict.reward, verdict.reason, verdict.flags) == (0.0, None, ())
-    assert not [folder for folder in backend.claim.folder.iterdir() if folder.name.startswith("s-")], "all is removed"
+    assert not [*backend.claim.folder.glob("s-*"), *backend.claim.folder.glob("layers/*")], "all is removed"
 
 
+@pytest.mark.parametrize("snapshots", [False, True], ids=["one folder", "layers"])
 async def test_an_agent_that_leaves_more_than_can_be_copied_is_told_so_and_not_paid(
-    task: HarborTask, caged: LocalBackend, tmp_path: Path
+    task: HarborTask, caged: LocalBackend, snapshots: bool
 ):
     limits = msgspec.structs.replace(task.task.limits, disk_mb=1)
     small = msgspec.structs.replace(task, task=msgspec.structs.replace(task.task, limits=limits))
     # each file is within the limit, and they are there before anybody counts
-    fill = "for i in 1 2 3; do head -c 900000 /dev/zero > $i; done"
-    verdict = await play(small, caged, *oracle_commands(task), fill)
+    fill = [f"head -c 900000 /dev/zero > {name}" for name in (1, 2, 3)]
+    fill = fill if snapshots else ["; ".join(fill)]
+    verdict = await play(small, caged, *oracle_commands(task), *fill, snapshots=snapshots)
     assert (verdict.reward, verdict.reason, verdict.flags) == (0.0, None, ("workspace_too_large",))
     assert "1 MB to be copied, and holds more" in verdict.output
 

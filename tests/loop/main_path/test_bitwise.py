@@ -22,14 +22,15 @@ from everlong.environments.tasks.config import TasksConfig
 from everlong.environments.tasks.sources import read_run_tasks
 from everlong.environments.tasks.terminal.generate import make_terminal
 from everlong.ledger import EpisodeStore, Ledger, LedgerWriter, RunStarted
+from everlong.models.adapter_config import LoraConfig
 from everlong.models.numerics import Numerics, NumericsUnavailable, self_test
 from everlong.models.toy import build_toy
 from everlong.observe import MemorySink
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.conductor import Parts, RunConductor
-from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
+from everlong.orchestrator.config import RoundsConfig, WarmupConfig
 from everlong.orchestrator.loop import run
-from everlong.orchestrator.scheduler import RoundScheduler
+from everlong.orchestrator.schedules import make_scheduler
 from everlong.rollouts.gateway.session import SessionLimits
 from everlong.rollouts.messages import Message
 from everlong.rollouts.runner import EpisodeRunner, Sampling
@@ -79,12 +80,19 @@ def grade_by_attempt(sandbox, command):
     return ExecResult(exit_code=0, output=b"")
 
 
-def model_of(weights):
-    """The toy with these published weights."""
+def toy(adapter):
     model = build_toy(0, numerics=Numerics.ALIGNED)
+    if adapter is not None:
+        model.adapt(adapter)
+    return model
+
+
+def model_of(weights, adapter):
+    """The toy with these published weights."""
+    model = toy(adapter)
     tensors = {
         name: torch.from_numpy(raw.bits.view(np.float32).reshape(raw.shape).copy())
-        for name, raw in weights.tensors.items()
+        for name, raw in {**weights.frozen, **weights.tensors}.items()
     }
     model.load_weights(tensors)
     return model
@@ -93,7 +101,8 @@ def model_of(weights):
 class Steps:
     """Whole RL steps of the toy in this process: sample, pack, train, publish, update the engine, again."""
 
-    def __init__(self, folder, tasks, engine, sampling):
+    def __init__(self, folder, tasks, engine, sampling, adapter=None):
+        self.adapter = adapter
         self.folder, self.tasks, self.store = folder, tasks, open_store(str(folder / "store"))
         self.config = RunConfig(engine=engine, sampling=sampling, admission=AdmissionConfig(zero_signal="keep"))
         self.batches = BatchMaker(self.config.credit, self.config.admission, self.config.packing, 0)
@@ -119,7 +128,7 @@ class Steps:
         await writer.append(RunStarted(seed=0, config_hash="", tasks_hash=""))
         renderer = make_renderer(self.config)
         engine = TorchEngine(
-            build_toy(0, numerics=Numerics.ALIGNED),
+            toy(self.adapter),
             WeightReader(self.store),
             token_bytes=renderer.tokenizer.token_bytes(),
             config=self.config.engine,
@@ -138,7 +147,7 @@ class Steps:
             ),
             journal=LedgerJournal(writer),
         )
-        trainer = self.trainer(lease, build_toy(0, numerics=Numerics.ALIGNED))
+        trainer = self.trainer(lease, toy(self.adapter))
         conductor = RunConductor(
             Parts(
                 run_episode=runner.run,
@@ -153,8 +162,8 @@ class Steps:
                 clock=time.monotonic,
             )
         )
-        scheduler = RoundScheduler(
-            ScheduleConfig(num_batches=NUM_BATCHES, groups_per_batch=2, group_size=2, batch_deadline_s=None),
+        scheduler = make_scheduler(
+            RoundsConfig(num_batches=NUM_BATCHES, groups_per_batch=2, group_size=2, batch_deadline_s=None),
             WarmupConfig(),
             train_tasks=[task.id for task in self.tasks.train],
             eval_tasks=[],
@@ -182,7 +191,7 @@ class Steps:
         """Between recorded and computed logprobs over all batches, each under the weights that sampled it; and how many."""
         reader, (largest, count) = WeightReader(self.store), (0.0, 0)
         for number in range(NUM_BATCHES):
-            trainer = self.trainer(asyncio.Lock(), model_of(reader.read(number)))
+            trainer = self.trainer(asyncio.Lock(), model_of(reader.read(number), self.adapter))
             batch = self.packed(number)
             scored = await trainer.score(ScoreRequest(micro_batches=batch.micro_batches))
             for micro_batch, logprobs in zip(batch.micro_batches, scored.logprobs, strict=True):
@@ -228,6 +237,19 @@ async def test_engine_and_trainer_agree_to_the_bit_over_whole_steps(tmp_path, ta
     assert largest == 0.0
     # The engine's settings decide how a token is computed and never which: every variant of a sampling ends alike.
     assert ENDS.setdefault(sampling, steps.fingerprints()) == steps.fingerprints()
+
+
+@pytest.mark.parametrize("rank", [1, 8])
+async def test_engine_and_trainer_agree_to_the_bit_with_adapters(tmp_path, tasks, rank):
+    adapter = LoraConfig(rank=rank, alpha=64.0)
+    self_test(rank=rank)
+    steps = Steps(tmp_path, tasks, EmbeddedConfig(prefill_chunk_tokens=16), CUT, adapter)
+    await steps.drive()
+    largest, count = await steps.largest_difference()
+    assert count > 150 and largest == 0.0
+    assert len(set(steps.fingerprints())) == NUM_BATCHES + 1, "every batch changed the adapters"
+    first, last = (WeightReader(steps.store).read(version) for version in (0, NUM_BATCHES))
+    assert fingerprint(first.frozen) == fingerprint(last.frozen), "and nothing else"
 
 
 ENDS = {}

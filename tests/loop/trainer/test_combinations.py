@@ -8,6 +8,7 @@ from tests.unit.trainer.tiny import SHAPE, tiny
 
 from everlong.contracts.records import EpisodeShare, MicroBatch, Segment, TrainBatch
 from everlong.contracts.tokens import KeptSets, TokenColumns
+from everlong.models.adapter_config import LoraConfig
 from everlong.trainer.config import (
     CispoConfig,
     DapoConfig,
@@ -118,9 +119,20 @@ def test_every_combination_trains_or_is_refused_by_name(loss):
     assert num_trained >= 12 and num_refused >= 12
 
 
-def trains(objective):
+@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
+def test_every_loss_trains_adapters(loss):
+    for kl in KLS:
+        if refusal(loss, RatioConfig(), kl) is None:
+            model = tiny()
+            model.adapt(LoraConfig(rank=2))
+            before = {name: weight.detach().clone() for name, weight in model.named_weights().items()}
+            trains(Objective(loss, RatioConfig(), kl), model)
+            assert all(torch.equal(weight, before[name]) for name, weight in model.named_weights().items())
+
+
+def trains(objective, model=None):
     """Two gradients, the second at weights that have moved, both finite and not zero."""
-    model = tiny()
+    model = model or tiny()
     batch = prepare_batch(a_batch(), objective, SHAPE)
     reference = None if objective.kl.type == "none" else reference_logprobs(model, batch, objective, 512)
     starts = None
@@ -130,7 +142,7 @@ def trains(objective):
         assert max(part.abs().max() for part in step.gradient) > 1e-4, objective
         starts = starts or (step.starts if objective.ratio.base == "proximal" else None)
         with torch.no_grad():
-            for weight, part in zip(model.parameters(), step.gradient, strict=True):
+            for weight, part in zip(model.trained_weights().values(), step.gradient, strict=True):
                 weight.sub_(0.01 * part)
 
 

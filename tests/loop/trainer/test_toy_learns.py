@@ -8,6 +8,8 @@ import torch
 
 from everlong.contracts.records import EpisodeShare, MicroBatch, ScoreRequest, Segment, TrainBatch
 from everlong.contracts.tokens import TokenColumns
+from everlong.models.adapter_config import LoraConfig
+from everlong.models.checkpoint import load_checkpoint
 from everlong.models.numerics import Numerics
 from everlong.models.toy import build_toy
 from everlong.storage import open_store
@@ -19,14 +21,14 @@ PROMPT = TokenColumns.context(np.frombuffer(b"count the lines: ", np.uint8))
 GOOD, BAD = (np.frombuffer(text, np.uint8).astype(np.int32) for text in (b"wc -l file", b"rm -rf file"))
 
 
-def trainer_of(loss, ratio, updates=1, numerics=Numerics.FAST):
-    store = open_store("memory://")
+def trainer_of(loss, ratio, updates=1, numerics=Numerics.FAST, model=None, rate=1e-3):
+    store, model = open_store("memory://"), model or build_toy(0, numerics=numerics)
     return PolicyTrainer(
-        build_toy(0, numerics=numerics),
+        model,
         config=TrainerConfig(updates_per_batch=updates, head_chunk_tokens=7),
         loss=loss,
         ratio=ratio,
-        optimizer=AdamWConfig(learning_rate=1e-3, warmup_batches=2),
+        optimizer=AdamWConfig(learning_rate=rate, warmup_batches=2),
         numerics=numerics,
         store=store,
         publisher=WeightPublisher(store, anchor_every=4),
@@ -59,6 +61,51 @@ async def test_traces_are_learned():
     ]
     assert losses[0] == pytest.approx(np.log(260), abs=0.2)
     assert losses[-1] < 0.3
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """The checkpoint of a toy that has seen both answers, whole: adapters change what a network can do, and a random one's
+    frozen head can say nothing."""
+
+    async def train(folder):
+        trainer = trainer_of(SapoConfig(), RatioConfig())
+        for number in range(60):
+            answers = [TokenColumns.supervised(ids) for ids in (GOOD, BAD)]
+            await trainer.train(batch_of(number, *answers))
+        await trainer.export(str(folder))
+
+    folder = tmp_path_factory.mktemp("warm") / "checkpoint"
+    asyncio.run(train(folder))
+    return folder
+
+
+def adapted(folder):
+    model = load_checkpoint(folder, vocab_size=260)
+    model.adapt(LoraConfig(rank=4))
+    return model
+
+
+async def test_adapters_alone_learn_which_of_two_traces_to_follow(warm):
+    trainer = trainer_of(SapoConfig(), RatioConfig(), model=adapted(warm), rate=3e-3)
+    before = [scores.sum() for scores in await scores_of(trainer, GOOD, BAD)]
+    for number in range(20):
+        await trainer.train(batch_of(number, TokenColumns.supervised(GOOD)))
+    after = [scores.sum() for scores in await scores_of(trainer, GOOD, BAD)]
+    assert after[0] > before[0] + 0.4 and after[1] < before[1] - 3
+
+
+async def test_credit_moves_the_policy_through_its_adapters(warm):
+    trainer = trainer_of(SapoConfig(), RatioConfig(), model=adapted(warm), rate=3e-4)
+    before = [scores.sum() for scores in await scores_of(trainer, GOOD, BAD)]
+    for number in range(4):
+        answers = [
+            TokenColumns.sampled_tokens(ids, logprobs, version=number).with_credit(credit)
+            for ids, logprobs, credit in zip((GOOD, BAD), await scores_of(trainer, GOOD, BAD), (1.0, -1.0), strict=True)
+        ]
+        await trainer.train(batch_of(number, *answers))
+    after = [scores.sum() for scores in await scores_of(trainer, GOOD, BAD)]
+    assert after[0] > before[0] + 0.3 and after[1] < before[1] - 0.8
 
 
 @pytest.mark.parametrize("loss", [SapoConfig(), SapoConfig(reduction="sequence"), GrpoConfig()], ids=str)

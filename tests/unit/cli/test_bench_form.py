@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from everlong.cli.bench import Row, figures, only_one
+from everlong.cli.bench import Row, bench_command, figures, only_one
 
 
 def test_figures_have_the_one_form() -> None:
@@ -39,3 +39,11 @@ def test_a_second_bench_is_refused_while_one_runs(tmp_path: Path) -> None:
         pass  # pragma: no cover
     with only_one(lock):
         """Free again."""
+
+
+@pytest.mark.parametrize("name", ["ledger", ""])
+def test_a_store_is_refused_by_a_bench_that_would_not_use_it(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"bench {name or 'without a name'} uses no store, got --store s3://bucket/path"
+    ):
+        bench_command(name, None, "s3://bucket/path")

@@ -1,10 +1,12 @@
 """A store has one owner: another run is refused before anything is written, and who is first of two is decided by the store."""
 
 import pytest
+from tests.fake_bucket import fake_bucket
 
 from everlong.cli.config import RunConfig
 from everlong.cli.run_folder import RunFolder
 from everlong.cli.store_owner import OWNER, claim_store, refuse_taken_store
+from everlong.contracts.errors import StoreError
 from everlong.storage import open_store
 
 
@@ -47,3 +49,11 @@ def test_other_things_in_a_bucket_are_nobodys(shared, tmp_path):
     refuse_taken_store(shared, RunFolder(tmp_path / "mine"))
     claim_store(shared, RunFolder(tmp_path / "mine"))
     assert OWNER in open_store(shared.weights.store).list()
+
+
+def test_a_server_that_lets_writers_overwrite_each_other_is_refused(tmp_path, monkeypatch):
+    with (
+        fake_bucket(monkeypatch) as url,
+        pytest.raises(StoreError, match="took an object that was there already.*If-None-Match"),
+    ):
+        claim_store(RunConfig.model_validate({"weights": {"store": url}}), RunFolder(tmp_path / "mine"))

@@ -109,6 +109,15 @@ def test_dotted_options_override_the_file_and_pick_a_variant(tmp_path: Path) -> 
     assert config.schedule.batch_deadline_s is None
 
 
+def test_a_value_may_stand_behind_an_equals_sign_in_every_table(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = "--schedule.type=async --schedule.max-staleness=3 --loss.type=grpo --loss.clip-low=1e-1 --no-engine.prefix-cache"
+    config = parse_config([*words.split(), '--tasks.train=["a=b", "c"]', "--seed=4"])
+    assert (config.schedule.type, config.schedule.max_staleness, config.schedule.num_batches) == ("async", 3, 20)
+    assert config.loss == GrpoConfig(clip_low=0.1)
+    assert ([str(path) for path in config.tasks.train], config.seed) == (["a=b", "c"], 4)
+
+
 def test_an_option_of_another_variant_is_refused(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     message = refused(["--dry-run", "--loss.clip-high", "0.3"], capsys)

@@ -7,6 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from everlong.cli.config import RunConfig
+from everlong.cli.mistakes import variants
 from everlong.contracts.errors import Reason
 from everlong.ledger import EpisodeState
 from everlong.trainer.config import GrpoConfig
@@ -72,3 +73,43 @@ def test_the_tasks_page_names_every_failure_that_grading_can_give():
 
 def test_the_settings_of_a_union_are_among_the_known_ones():
     assert {f"loss.{name}" for name in GrpoConfig.model_fields} <= settings_of(RunConfig)
+
+
+def test_the_readme_links_every_page():
+    linked = re.findall(r"\]\((docs/[\w-]+\.md)\)", (ROOT / "README.md").read_text())
+    pages = [str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/*.md"))]
+    assert [page for page in pages if page not in linked] == []
+
+
+def settled() -> list[str]:
+    """What the first column of the table in docs/config.md names, and behind "top level" the second."""
+    page = (ROOT / "docs/config.md").read_text().partition("| table | what it settles |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| ")]
+    return [word for first, second in rows for word in re.findall(r"`(\w+)`", second if "top" in first else first)]
+
+
+def test_the_table_of_settings_is_that_of_the_config():
+    assert sorted(settled()) == sorted(RunConfig.model_fields)
+
+
+def types_of(kind: type[BaseModel], path: str = "") -> set[tuple[str, str]]:
+    """Every table that comes in types, with each of them."""
+    found = set()
+    for name, field in kind.model_fields.items():
+        for child in variants(field.annotation):
+            if "type" in child.model_fields:
+                found.add((path + name, child.model_fields["type"].default))
+            found |= types_of(child, f"{path}{name}.")
+    return found
+
+
+def test_some_page_names_every_type_that_a_table_comes_in():
+    pages = " ".join(text for page in ROOT.glob("docs/*.md") for text in code_of(page))
+    names = set(re.findall(r"\w+", pages))
+    assert [(table, kind) for table, kind in sorted(types_of(RunConfig)) if kind not in names] == []
+
+
+def test_the_page_of_settings_names_every_model_and_no_other():
+    page = (ROOT / "docs/config.md").read_text()
+    (row,) = [line.split("|")[2] for line in page.splitlines() if line.startswith("| `model` ")]
+    assert set(re.findall(r"`(\w+)`", row)) == {kind for table, kind in types_of(RunConfig) if table == "model"}

@@ -321,6 +321,29 @@ def test_losses_of_the_longest_episodes_show_in_the_last_decile() -> None:
     assert (deciles[-1].min_tokens, deciles[-1].max_tokens, deciles[-1].loss_rate) == (190, 200, 1.0)
 
 
+def test_tokens_that_were_too_old_show_in_the_decile_of_their_length() -> None:
+    lifecycle = after(opened())
+    for number in range(10):
+        name, length = f"e{number}", 10 * (number + 1)
+        old = {"over_age": 75} if number == 9 else {}
+        lifecycle.apply(started(name, number), turn(length, episode=name), finished(length, episode=name))
+        lifecycle.apply(ended(EpisodeState.DISCARDED, 0, {**old, "x": length - sum(old.values())}, episode=name))
+    deciles = lifecycle.loss_by_length_decile()
+    assert [decile.over_age for decile in deciles] == [0] * 9 + [75]
+    assert (deciles[-1].tokens, deciles[-1].over_age_rate, deciles[-1].lost) == (100, 0.75, 0)
+
+
+def test_a_group_knows_what_the_engine_held_when_it_was_opened() -> None:
+    lifecycle = after(VersionPublished(version=0, base_version=None, size_bytes=1), EngineUpdated(version=0), *TRAINED)
+    version = lifecycle.policy_version
+    lifecycle.apply(VersionPublished(version=version, base_version=0, size_bytes=1), EngineUpdated(version=version))
+    lifecycle.apply(GroupOpened(purpose=Purpose.TRAIN, group=77, task="t", content_hash="h"))
+    assert version == 1
+    assert [
+        lifecycle.groups[Purpose.TRAIN, group].engine_version for group in (min(g for _, g in lifecycle.groups), 77)
+    ] == [0, 1]
+
+
 def test_calls_that_nobody_counted_and_signs_of_cheating_stand_in_the_balance() -> None:
     uncounted = CallUncounted(episode="e", incarnation=0, max_tokens=64, reason="engine_silent")
     again = msgspec.structs.replace(uncounted, incarnation=1)

@@ -35,6 +35,26 @@ def test_console_says_batch_reward_speed_episodes_and_time_left(terminal: bool) 
     assert "samples" not in shown and ("11 min 00 s gone" in shown) == terminal
 
 
+AGREE = {"groups": 4.0, "groups_without_signal": 4.0, "groups_without_verdicts": 0.0, "tokens/trained": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (AGREE, "no signal: all 4 groups agree  "),
+        ({**AGREE, "groups": 1.0, "groups_without_signal": 1.0}, "no signal: its one group agrees  "),
+        ({**AGREE, "groups_without_verdicts": 1.0}, "no signal: of 4 groups 3 agree, 1 lack verdicts  "),
+        ({**AGREE, "groups_without_signal": 3.0, "tokens/trained": 9.0}, ""),
+        ({**AGREE, "tokens/trained": 9.0}, ""),
+    ],
+    ids=["all agree", "one group", "some without verdict", "one differs", "agreeing ones are kept"],
+)
+def test_a_batch_that_taught_nothing_says_so(values: dict[str, float], said: str) -> None:
+    text = io.StringIO()
+    ConsoleSink(10, console=Console(file=text, force_terminal=False)).log("batch", 0, {"reward": 1.0, **values})
+    assert text.getvalue() == f"batch  1/10  {said}reward 1.000\n"
+
+
 def test_warm_up_shares_lines_and_has_a_pace_of_its_own() -> None:
     text, clock = io.StringIO(), Clock()
     console = Console(file=text, width=80, force_terminal=False)
@@ -62,7 +82,7 @@ def test_evaluation_shows_success_with_its_interval_and_who_has_no_verdict() -> 
     sink.log("eval", 8, {"success": 1.0, "episodes": 10.0, "without_verdict": 2.0})
     sink.log("eval", 9, {"episodes": 0.0, "without_verdict": 7.0})
     assert text.getvalue().splitlines() == [
-        "  held-out tasks before RL  success 50 % (42 to 58) of 150 episodes",
+        "  held-out tasks before RL  success 50.0 % (42.1 to 57.9) of 150 episodes",
         "  held-out tasks after 8 RL batches  success 100 % (72 to 100) of 10 episodes, 2 without verdict",
         "  held-out tasks after 9 RL batches  no verdict in 7 episodes",
     ]

@@ -27,7 +27,7 @@ def test_pairing_is_narrower_than_two_samples_where_the_same_tasks_succeed():
     after[:20] = 1
     gain = paired_gain(outcomes(before), outcomes(after))
     assert gain.mean == pytest.approx(0.05) and gain.low > 0
-    assert gain.text == "+5 points (+2 to +8)"
+    assert gain.text == "+5.0 points (+2.0 to +8.0)"
 
 
 def test_no_change_includes_nothing_but_zero():

@@ -29,6 +29,15 @@ def test_panels_count_warm_up_and_rl_batches_from_one_and_the_later_point_counts
     assert tokens.series[0].values == {2: 80.0}, "the later row of a batch did not measure it again"
 
 
+def test_ages_are_shown_where_a_token_was_old_and_nowhere_else() -> None:
+    sink = MemorySink()
+    sink.log("batch", 0, {"staleness/share/0": 1.0})
+    assert read_panels(sink.points) == []
+    sink.log("batch", 1, {"staleness/share/0": 0.25, "staleness/share/1": 0.75})
+    (ages,) = read_panels(sink.points)
+    assert {series.label: series.values for series in ages.series} == {"age 0": {1: 1.0, 2: 0.25}, "age 1": {2: 0.75}}
+
+
 def test_panels_become_one_png(tmp_path: Path) -> None:
     """Imports matplotlib, which takes most of a second."""
     plot_panels(read_panels(points()), tmp_path / "curves.png")

@@ -72,10 +72,10 @@ def test_report_holds_every_part_and_escapes_what_agents_wrote(tmp_path: Path) -
         'name = "<b>"',
         "a <small> one",
         "7 to 19 tokens",
-        "3 (15 %)",
+        "3 (15.0 %)",
     ):
         assert part in page.text, part
-    assert "95 % interval 60 to 86, 40 episodes" in page.text, "of 30 successes in 40 trials"
+    assert "95 % interval 59.8 to 85.8, 40 episodes" in page.text, "of 30 successes in 40 trials"
     assert "count <lines>" in page.text and "<script>alert(1)</script>" in page.text
     assert not any(tag in ("script", "b", "lines", "small") for tag, _ in page.tags)
 

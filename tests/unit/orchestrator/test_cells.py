@@ -1,6 +1,8 @@
 """A cell behind a socket behaves as its ports: answers, errors by class, many calls at once, and a death that is told."""
 
 import asyncio
+import errno
+import gc
 import os
 import signal
 import sys
@@ -11,6 +13,7 @@ import pytest
 
 from everlong.contracts.errors import StaleWeights, WorkerDied, WorkerError
 from everlong.contracts.records import EngineStatus, GenerateRequest, SamplingKey, SamplingParams
+from everlong.orchestrator.cells.frames import error_of, failure_of
 from everlong.orchestrator.cells.supervisor import WorkerProcess
 
 FACTORY = """
@@ -120,3 +123,46 @@ async def test_a_worker_that_dies_at_its_start_shows_the_end_of_its_log(tmp_path
         await WorkerProcess.start(
             factory="dying_cell_for_test:build", config=tmp_path / "c", run_folder=tmp_path, environment=environment
         )
+
+
+SLEEPING = "import time; time.sleep(600)"
+
+
+@pytest.mark.parametrize("moment_s", [0.0, 0.3], ids=["at once", "while it loads"])
+async def test_a_start_that_is_cancelled_ends_the_worker_and_complains_of_nothing(tmp_path, monkeypatch, moment_s):
+    (tmp_path / "sleeping_cell_for_test.py").write_text(SLEEPING)
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    pids, complaints, spawned = [], [], asyncio.Event()
+    spawn = asyncio.create_subprocess_exec
+
+    async def noted(*argv, **more):
+        process = await spawn(*argv, **more)
+        pids.append(process.pid)
+        spawned.set()
+        assert os.getsid(process.pid) != os.getsid(0), "Ctrl-C in our terminal does not reach it"
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+    start = asyncio.create_task(
+        WorkerProcess.start(
+            factory="sleeping_cell_for_test:build", config=tmp_path / "c", run_folder=tmp_path, environment=environment
+        )
+    )
+    await spawned.wait()
+    await asyncio.sleep(moment_s)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+    del start
+    gc.collect()
+    await asyncio.sleep(0)
+    assert complaints == []
+
+
+def test_an_os_error_of_the_worker_is_told_in_words():
+    failure = failure_of(1, OSError(errno.ENOSPC, "No space left on device", "/runs/store"))
+    error = error_of(failure, "trainer.save")
+    assert isinstance(error, OSError) and "no space is left on its disk" in str(error) and "Errno" not in str(error)

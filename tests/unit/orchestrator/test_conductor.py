@@ -13,11 +13,11 @@ from everlong.ledger import EpisodeStore, Ledger, LedgerWriter, RunStarted, Turn
 from everlong.observe import MemorySink
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.conductor import Parts, RunConductor
-from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
+from everlong.orchestrator.config import RoundsConfig, WarmupConfig
 from everlong.orchestrator.events import EpisodeEnded
 from everlong.orchestrator.loop import run
 from everlong.orchestrator.recovery import progress_of
-from everlong.orchestrator.scheduler import RoundScheduler
+from everlong.orchestrator.schedules import make_scheduler
 from everlong.storage import open_store
 from everlong.trainer.scripted import ScriptedTrainer
 from everlong.trajectories.admission import AdmissionConfig
@@ -44,8 +44,8 @@ class World:
         store = open_store("memory://")
         self.episodes = EpisodeStore(store)
         engine = ScriptedEngine(lambda request: [1], WeightReader(store), token_bytes=[b"a", b"b"])
-        self.scheduler = RoundScheduler(
-            ScheduleConfig(**{"num_batches": 2, "groups_per_batch": 2, "group_size": 4, **schedule}),
+        self.scheduler = make_scheduler(
+            RoundsConfig(**{"num_batches": 2, "groups_per_batch": 2, "group_size": 4, **schedule}),
             WarmupConfig(),
             train_tasks=["a", "b"],
             eval_tasks=[],

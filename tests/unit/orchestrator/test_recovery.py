@@ -5,6 +5,7 @@ from everlong.contracts.records import EpisodeOrder, Purpose
 from everlong.ledger import (
     BatchClosed,
     BatchTrained,
+    EngineUpdated,
     EpisodeEnded,
     EpisodeFinished,
     EpisodeStarted,
@@ -13,6 +14,7 @@ from everlong.ledger import (
     Lifecycle,
     RunStarted,
     TurnSampled,
+    VersionPublished,
 )
 from everlong.orchestrator.recovery import interruptions, progress_of
 
@@ -87,6 +89,17 @@ def test_the_finished_and_unused_group_is_kept_and_those_in_flight_start_again()
     assert progress.consumed == {0, 1, 2, 3}
     assert name(5) in progress.ended
     assert progress.incarnations == {name(group): 1 for group in (4, 6, 7)}
+
+
+def test_groups_that_were_opened_and_are_in_no_batch_are_named_with_the_version_the_engine_held():
+    lifecycle = mid_run()
+    lifecycle.apply(VersionPublished(version=1, base_version=None, size_bytes=1), EngineUpdated(version=1))
+    lifecycle.apply(*open_group(8))
+    lifecycle.apply(ended(5, EpisodeState.CANCELLED, trained=0, discarded={"group_replaced": 5}))
+    lifecycle.apply(*interruptions(lifecycle))
+    assert progress_of(lifecycle).open_groups == {4: 0, 6: 0, 7: 0, 8: 1}
+    lifecycle.apply(start(4, incarnation=1), *finish(4, incarnation=1), BatchClosed(batch=1, groups=(4,)))
+    assert progress_of(lifecycle).open_groups == {6: 0, 7: 0, 8: 1}, "a closed batch is told apart"
 
 
 def test_interruptions_account_for_what_the_lost_attempts_had_sampled():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from everlong.contracts.errors import Reason
 from everlong.contracts.records import Purpose
-from everlong.orchestrator.config import ScheduleConfig, WarmupConfig
+from everlong.orchestrator.config import RoundsConfig, WarmupConfig
 from everlong.orchestrator.cursor import task_of_group, traces_of_batch
 from everlong.orchestrator.events import (
     BatchDone,
@@ -28,15 +28,16 @@ from everlong.orchestrator.events import (
     UpdateEngine,
     WarmUp,
 )
-from everlong.orchestrator.scheduler import Progress, RoundScheduler
+from everlong.orchestrator.progress import Progress
+from everlong.orchestrator.schedules import make_scheduler
 
 TASKS = [f"t{i}" for i in range(12)]
 
 
 def make(progress=None, warmup=0, tasks=TASKS, evals=(), **schedule):
     defaults = {"num_batches": 3, "groups_per_batch": 4, "group_size": 1, "max_running": 64, "batch_deadline_s": None}
-    return RoundScheduler(
-        ScheduleConfig(**{**defaults, **schedule}),
+    return make_scheduler(
+        RoundsConfig(**{**defaults, **schedule}),
         WarmupConfig(num_batches=warmup),
         train_tasks=tasks,
         eval_tasks=list(evals),
@@ -52,8 +53,8 @@ def ended(order, now=0.0, reason=Reason.DONE, reward=1.0, error=""):
 class World:
     """Answers every action at once, except episodes, which end when told."""
 
-    def __init__(self, scheduler):
-        self.scheduler, self.log, self.orders, self.version = scheduler, [], [], scheduler.batch
+    def __init__(self, scheduler, num_batches=0):
+        self.scheduler, self.log, self.orders, self.version = scheduler, [], [], num_batches
         self.feed(Started(0.0))
 
     def feed(self, event):
@@ -102,7 +103,7 @@ def test_no_more_episodes_run_than_allowed_and_the_oldest_start_first():
     world = World(make(num_batches=1, group_size=3, max_running=5))
     seen = [world.orders[:]]
     while world.orders:
-        assert world.scheduler.running == len(world.orders) <= 5
+        assert len(world.orders) <= 5
         world.end(world.orders[0])
         seen.append(world.orders[:])
     started = [action.order for action in world.log if isinstance(action, RunEpisode)]
@@ -138,7 +139,7 @@ def test_resume_serves_exactly_the_tasks_that_no_trained_batch_holds():
         ended=frozenset({"train-000005-000"}),
         incarnations={f"train-{g:06d}-000": 1 for g in (4, 6, 7)},
     )
-    world = World(make(progress))
+    world = World(make(progress), progress.num_batches)
     world.drain()
     sampled = [a.order.group for a in world.log if isinstance(a, RunEpisode)]
     assert sampled == [4, 6, 7, 8, 9, 10, 11], "an episode that ended is not sampled again"
@@ -150,7 +151,7 @@ def test_resume_serves_exactly_the_tasks_that_no_trained_batch_holds():
 
 def test_resume_with_the_finished_episode_lost_serves_it_again():
     progress = Progress(num_batches=1, consumed=frozenset({0, 1, 2, 3}))
-    world = World(make(progress))
+    world = World(make(progress), progress.num_batches)
     world.drain()
     assert [a.order.group for a in world.log if isinstance(a, RunEpisode)] == list(range(4, 12))
 
@@ -180,7 +181,7 @@ def test_wherever_the_run_is_killed_the_batches_are_those_of_the_undisturbed_run
         ended=frozenset(finished),
         incarnations={order.episode: 1 for order in first.orders},
     )
-    second = World(make(progress, group_size=size, max_running=limit))
+    second = World(make(progress, group_size=size, max_running=limit), progress.num_batches)
     again = [a.order.episode for a in second.log if isinstance(a, RunEpisode)]
     second.drain()
     again = [a.order.episode for a in second.log if isinstance(a, RunEpisode)]

@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.rollouts.clients import Habits, TwoFaced, body_of, echo
+from tests.unit.rollouts.sessions import Journal
 from tests.unit.rollouts.test_dialects import DIALECTS
-from tests.unit.rollouts.test_session import Journal
 
 from everlong.contracts.records import EpisodeOrder, GenerateRequest, Purpose, SamplingParams
 from everlong.engines.scripted import ScriptedEngine

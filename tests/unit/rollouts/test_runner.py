@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from everlong.rollouts.config import HarnessConfig
 from everlong.rollouts.gateway.session import SessionLimits
 from everlong.rollouts.harnesses.bash import BashHarness
 from everlong.rollouts.messages import Message
+from everlong.rollouts.pausing import Pause
 from everlong.rollouts.renderers.chatml import ChatML
 from everlong.rollouts.renderers.tokenizers import ByteTokenizer
 from everlong.rollouts.runner import EpisodeRunner, Harness, Sampling
@@ -70,6 +72,7 @@ class World:
     agent_timeout_s: float = 30.0
     ttl_s: float | None = None
     journal: Journal = field(default_factory=Journal)
+    pause: Pause = field(default_factory=Pause)
     respond: Callable[[ScriptedSandbox, Command], ExecResult] = interpret
 
     def __post_init__(self) -> None:
@@ -98,6 +101,7 @@ class World:
                 params=SamplingParams(max_tokens=200, stop_ids=renderer.stop_ids),
                 run_seed=0,
                 limits=SessionLimits(max_turns=self.max_turns, max_context=self.max_context),
+                pause=self.pause,
             ),
             journal=self.journal,
             ttl_s=self.ttl_s,
@@ -237,6 +241,18 @@ async def test_an_agent_out_of_time_keeps_the_reward_of_what_it_left_behind(task
 
     episode = await World(task, harness=Slow(HarnessConfig()), agent_timeout_s=0.2).run()
     assert (episode.reason, episode.reward, len(episode.turns)) == (Reason.AGENT_TIMEOUT, 1.0, 2)
+
+
+async def test_an_agents_time_does_not_run_while_sampling_is_paused(task: HarborTask) -> None:
+    class Held(BashHarness):
+        async def run(self, *its: Any) -> Reason:
+            await asyncio.sleep(0.2)
+            return await super().run(*its)
+
+    world = World(task, harness=Held(HarnessConfig()), agent_timeout_s=0.05)
+    world.pause.pause()
+    episode = await world.run()
+    assert (episode.reason, len(episode.turns)) == (Reason.DONE, 2)
 
 
 async def test_a_turn_that_the_time_limit_cuts_off_leaves_the_turns_before_it(task: HarborTask):

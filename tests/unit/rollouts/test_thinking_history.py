@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from tests.unit.rollouts.test_session import FakeEngine, ToyTok, make_session, reply, tool, user
+from tests.unit.rollouts.sessions import FakeEngine, ToyTok, make_session, reply, tool, user
 
 from everlong.rollouts.messages import Message
 from everlong.rollouts.renderers.chatml import ChatML

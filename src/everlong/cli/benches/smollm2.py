@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from everlong.contracts.ports import ObjectStore
 from everlong.engines.config import EmbeddedConfig
+from everlong.models.adapter_config import LoraConfig
 from everlong.models.smollm2 import smollm2_folder
 from everlong.rollouts.renderers.tokenizers import FileTokenizer
 from everlong.storage import open_store
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class SmolCell:
     folder: Path
+    store: ObjectStore
     tokenizer: FileTokenizer
     engine: TorchEngine
     """At version 0."""
@@ -33,8 +36,10 @@ class SmolCell:
         await self.trainer.close()
 
 
-async def open_smollm2(engine: EmbeddedConfig) -> SmolCell:
-    """Raises FileNotFoundError where the weights are not installed."""
+async def open_smollm2(
+    engine: EmbeddedConfig, adapter: LoraConfig | None = None, learning_rate: float = 1e-6
+) -> SmolCell:
+    """Every weight trains, or the adapters. Raises FileNotFoundError where the weights are not installed."""
     import torch
 
     from everlong.engines.torch_engine.engine import TorchEngine
@@ -45,9 +50,12 @@ async def open_smollm2(engine: EmbeddedConfig) -> SmolCell:
     folder, store, lease = smollm2_folder(), open_store("memory://"), asyncio.Lock()
     tokenizer = FileTokenizer(folder / "tokenizer.json")
     policy, sampled = (load_checkpoint(folder, vocab_size=tokenizer.vocab_size, dtype=torch.bfloat16) for _ in range(2))
+    if adapter is not None:
+        policy.adapt(adapter)
+        sampled.adapt(adapter)
     trainer = PolicyTrainer(
         policy, config=TrainerConfig(), loss=GrpoConfig(), ratio=RatioConfig(),
-        optimizer=AdamWConfig(learning_rate=1e-6), numerics=Numerics.FAST, store=store,
+        optimizer=AdamWConfig(learning_rate=learning_rate), numerics=Numerics.FAST, store=store,
         publisher=WeightPublisher(store, 10), seed=0, lease=lease,
     )  # fmt: skip
     embedded = TorchEngine(
@@ -55,4 +63,4 @@ async def open_smollm2(engine: EmbeddedConfig) -> SmolCell:
     )
     await trainer.publish()
     await embedded.update(0)
-    return SmolCell(folder, tokenizer, embedded, trainer, torch.get_num_threads())
+    return SmolCell(folder, store, tokenizer, embedded, trainer, torch.get_num_threads())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from dataclasses import dataclass
 
 from everlong.cli.bench import Row
 from everlong.cli.benches.engine import NEW_TOKENS, requests
@@ -55,7 +56,7 @@ async def _measure() -> list[Row]:
     theirs: list[Spent] = []
     try:
         for batch, prompt in enumerate(prompts):
-            ours.append(await _step(cell, batch, prompt))
+            ours.append((await rl_step(cell, batch, prompt)).whole)
             answer = peer.ask({})
             assert answer["tokens"] == GROUP_SIZE * NEW_TOKENS, f"TRL sampled another number of tokens: {answer}"
             theirs.append(Spent(answer["seconds"], answer["cpu_seconds"]))
@@ -75,19 +76,32 @@ def _row(metric: str, value: float, reference: float) -> Row:
     return Row(case, metric, "s", value, "trl", reference, reference / value)
 
 
-async def _step(cell: SmolCell, batch: int, prompt: list[int]) -> Spent:
-    stopwatch = Stopwatch()
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    whole: Spent
+    training: Spent
+    """Gradient and update."""
+    sync: Spent
+    """Publishing the version and loading it into the engine."""
+    size_bytes: int
+    """Of the version."""
+
+
+async def rl_step(cell: SmolCell, batch: int, prompt: list[int]) -> StepCost:
+    """Sample a group of answers to the prompt, train on them, publish, load."""
+    whole = Stopwatch()
     asked = requests([prompt] * GROUP_SIZE)
     replies = await asyncio.gather(*(cell.engine.generate(request) for request in asked))
     episodes = [_episode(batch, attempt, *pair) for attempt, pair in enumerate(zip(asked, replies, strict=True))]
     group = score_group(batch, "bench", episodes, GroupMeanConfig())
     packed = pack_batch(batch, [group], PackingConfig(), AdmissionConfig(), seed=0)
+    training = Stopwatch()
     report = await cell.trainer.train(packed.train_batch)
+    trained, sync = training.read(), Stopwatch()
     published = await cell.trainer.publish()
     await cell.engine.update(published.version)
-    spent = stopwatch.read()
     assert report.metrics["tokens/trained"] == GROUP_SIZE * NEW_TOKENS
-    return spent
+    return StepCost(whole.read(), trained, sync.read(), published.size_bytes)
 
 
 def _episode(batch: int, attempt: int, request: GenerateRequest, reply: GenerateReply) -> Episode:

@@ -18,12 +18,18 @@ _DTYPES = {
 
 def load_weight_set(model: Llama, weights: WeightSet) -> None:
     """Copy into the parameters in place. Raises ValueError, before anything is changed, where they do not fit."""
-    model.load_weights({name: _tensor_of(raw) for name, raw in weights.tensors.items()})
+    model.load_weights({name: _tensor_of(raw) for name, raw in {**weights.frozen, **weights.tensors}.items()})
+
+
+def load_adapters(model: Llama, weights: WeightSet) -> None:
+    """As `load_weight_set`, where the model holds the frozen weights already."""
+    model.load_trained_weights({name: _tensor_of(raw) for name, raw in weights.tensors.items()})
 
 
 def fingerprint_of_model(model: Llama) -> str:
-    """Of the bits that the next token will be computed with."""
-    return fingerprint({name: _raw_of(weight) for name, weight in model.named_weights().items()})
+    """Of the bits that the next token will be computed with, frozen ones and adapters included."""
+    held = {**model.frozen_weights(), **model.trained_weights()}
+    return fingerprint({name: _raw_of(weight) for name, weight in held.items()})
 
 
 def _tensor_of(raw: RawTensor) -> Tensor:

@@ -46,4 +46,5 @@ class Meters:
             "prefill_s": self.prefill_s,
             "decode_s": self.decode_s,
             "sample_s": self.sample_s,
+            "busy_s": self.prefill_s + self.decode_s + self.sample_s,
         }

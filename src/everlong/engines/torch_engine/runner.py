@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
@@ -11,14 +12,14 @@ import torch
 
 from everlong.engines.torch_engine.attention import PagedAttend
 from everlong.engines.torch_engine.cache import KeyValueCache
-from everlong.engines.torch_engine.loading import load_weight_set
+from everlong.engines.torch_engine.loading import load_adapters, load_weight_set
 from everlong.engines.torch_engine.sampler import Drawn, Draws, draw
 from everlong.engines.torch_engine.scheduler import Work
 from everlong.models.head import hide_padding
 from everlong.models.llama.model import Llama
 from everlong.models.llama.packed import PackedLlama
 from everlong.models.numerics import Numerics
-from everlong.weights import WeightSet
+from everlong.weights import RawTensor, WeightSet
 
 # T tokens of the step, N of them sample
 
@@ -38,10 +39,18 @@ class StepRunner:
         # aligned bits are those of the model's own products
         self._packed = None if model.numerics is Numerics.ALIGNED else PackedLlama(model)
         self._cache = KeyValueCache(model.config, num_blocks, block_tokens, dtype)
+        self._frozen: Mapping[str, RawTensor] | None = None
+        """What the model was last loaded with; a reader hands the same on as long as it stays."""
 
     def load(self, weights: WeightSet) -> None:
         """Raises ValueError, before anything is changed, where they do not fit."""
+        if weights.frozen and weights.frozen is self._frozen:
+            load_adapters(self._model, weights)
+            if self._packed is not None:
+                self._packed.pack_adapters()
+            return
         load_weight_set(self._model, weights)
+        self._frozen = weights.frozen
         if self._packed is not None:
             self._packed.pack()
 

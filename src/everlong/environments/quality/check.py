@@ -127,6 +127,11 @@ def _problems(run: str, expected: float, verdicts: list[Verdict]) -> list[str]:
         return []
     is_stable = len({verdict.reward for verdict in verdicts}) == 1
     scored = ", ".join("none" if verdict.reward is None else f"{verdict.reward:g}" for verdict in verdicts)
-    shown = " ".join(filter(None, (str(wrong[0].reason or ""), wrong[0].output[-300:].strip())))
+    shown = " ".join(filter(None, (str(wrong[0].reason or ""), _ends(wrong[0].output.strip()))))
     stability = "" if is_stable else " (not stable)"
     return [f"{run} runs must all score {expected:g}, got {scored}{stability}: {shown or 'the verifier said nothing'}"]
+
+
+def _ends(output: str) -> str:
+    """How it begins says what ended, how it ends says why."""
+    return output if len(output) <= 300 else f"{output[:60]} … {output[-240:]}"

@@ -4,10 +4,11 @@ A program of its own, standard library only (even the system's Python runs it), 
 
     manager -> launcher -> init -> command          isolation "namespaces": init is process 1 of a pid namespace
     manager -> launcher ---------> command          isolation "none": the launcher adopts orphans (a "subreaper")
+    manager -> runsc -> launcher -> init -> command isolation "guest": all but runsc inside a sandbox of gVisor
 
 The last one before the command supervises it: collects output, watches time, memory, processes and disk, and when the command
 ends for whatever reason kills everything it started. It also stops when standard input closes: the manager closed the sandbox
-or is dead. In namespaces the command runs as a user without any capability, in a user namespace below init's, so that it can
+or is dead. A `p` there makes everything stand still, time limit included, until a `c`. In namespaces the command runs as a user without any capability, in a user namespace below init's, so that it can
 neither signal init, nor undo a mount, nor make namespaces of its own.
 
 Request: 4 bytes of length, then a marshalled dict (json would cost a third of the start-up time). Reply on standard output:
@@ -32,7 +33,7 @@ SYS_MOUNT_SETATTR = 442
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41}
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
 RLIMIT_FSIZE, RLIMIT_CORE, RLIMIT_NPROC = 1, 4, 6
-SIGKILL, SIGPIPE, SIGTERM, SIGCHLD, SIGXFSZ = 9, 13, 15, 17, 25
+SIGKILL, SIGPIPE, SIGTERM, SIGCHLD, SIGCONT, SIGSTOP, SIGXFSZ = 9, 13, 15, 17, 18, 19, 25
 SIG_BLOCK, SIG_SETMASK = 0, 2
 
 INNER_ID = 1000
@@ -120,7 +121,7 @@ def enter(request):
     make_devices(top)
     for path in request["folders"]:
         os.makedirs(top + path, exist_ok=True)
-        bind(request["root"] + path, top + path, ATTR_NOSUID | ATTR_NODEV)
+        show_folder(request, path, top + path)
     for source, path in request["mounts"]:
         os.makedirs(top + path, exist_ok=True)
         bind(source, top + path, ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV)
@@ -137,6 +138,35 @@ def enter(request):
     call("sethostname", libc.sethostname(b"sandbox", 7))
     if not request["network"]:
         raise_loopback()
+
+
+def show_folder(request, path, target):
+    """A folder that may be written: as it is, or as the upper layer of a stack."""
+    upper = request["root"] + path
+    if not request["lowers"]:
+        bind(upper, target, ATTR_NOSUID | ATTR_NODEV)
+        return
+    work = request["overlay_work"] + path
+    os.makedirs(work, exist_ok=True)
+    # Below one folder and relative to it: a page has room for few whole paths.
+    os.chdir(request["layers"])
+    lowers = ":".join(escape(name + path) for name in request["lowers"])
+    # Without redirects a folder of a lower layer cannot be renamed in place (EXDEV, mv copies); with them outsiders
+    # could not find a name through the layers.
+    kind = "userxattr" if os.getuid() or request["own_namespace"] else "redirect_dir=off,metacopy=off,index=off"
+    data = f"lowerdir={lowers},upperdir={escape(upper)},workdir={escape(work)},xino=off,{kind}"
+    mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, data)
+
+
+def escape(path):
+    return "".join("\\" + letter if letter in ":,\\" else letter for letter in path)
+
+
+def enter_guest():
+    """In gVisor the whole kernel is the sandbox's own: only the processes of this command need to be told apart."""
+    unshare("mount namespace", NEWNS)
+    mount(None, "/", None, MS_REC | MS_PRIVATE)
+    mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
 
 
 def show_host(top, network):
@@ -196,7 +226,7 @@ def start(request, caged):
         become(request, caged, output_in, trouble_in, ready_in, mapped)
     for fd in (output_in, trouble_in, ready_in, mapped):
         os.close(fd)
-    if caged and os.read(ready, 1):
+    if caged and not request["guest"] and os.read(ready, 1):
         # Written from outside: a namespace may map only its own creator itself, and on some hosts not even that.
         outer = request["outer_id"]
         write_text(f"/proc/{child}/uid_map", f"{INNER_ID} {outer} 1")
@@ -218,7 +248,9 @@ def become(request, caged, output, trouble, ready, mapped):
         if request["memory_group"] >= 0:
             os.write(request["memory_group"], b"0")
         write_text("/proc/self/oom_score_adj", "1000")
-        if caged:
+        if request["guest"]:
+            drop_root()
+        elif caged:
             drop_privileges(request["outer_id"], ready, mapped)
         call("no_new_privs", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         limit(RLIMIT_CORE, 0)
@@ -276,6 +308,15 @@ def drop_privileges(outer_id, ready, mapped):
     os.setresuid(INNER_ID, INNER_ID, INNER_ID)
 
 
+def drop_root():
+    """As a user without capabilities, where no user namespace is needed."""
+    for capability in range(64):
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+    os.setgroups([])
+    os.setresgid(INNER_ID, INNER_ID, INNER_ID)
+    os.setresuid(INNER_ID, INNER_ID, INNER_ID)
+
+
 def limit(which, value):
     """Lower a limit; where the host's is lower already, that one stays."""
     pair = (ctypes.c_ulong * 2)()
@@ -292,6 +333,12 @@ class Namespace:
 
     def pids(self):
         return [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+
+    def signal(self, number):
+        try:  # noqa: SIM105  (contextlib would cost start-up time)
+            os.kill(-1, number)
+        except ProcessLookupError:
+            pass
 
     def kill(self):
         try:
@@ -319,13 +366,16 @@ class Descendants:
                 continue
         return found
 
+    def signal(self, number):
+        for pid in self.pids():
+            try:  # noqa: SIM105  (contextlib would cost start-up time)
+                os.kill(int(pid), number)
+            except OSError:
+                pass
+
     def kill(self):
         while True:
-            for pid in self.pids():
-                try:  # noqa: SIM105  (contextlib would cost start-up time)
-                    os.kill(int(pid), SIGKILL)
-                except OSError:
-                    pass
+            self.signal(SIGKILL)
             try:
                 os.waitpid(-1, 0)
             except ChildProcessError:
@@ -354,7 +404,8 @@ class Supervisor:
         try:
             self.watch(output)
         finally:
-            self.family.kill()
+            if self.status is None or not self.request["keep_processes"]:
+                self.family.kill()
         elapsed = time.monotonic() - self.begin
         self.drain(output)
         self.check_group()
@@ -381,13 +432,32 @@ class Supervisor:
             wait_s = max(0.0, min(deadline, self.next_sample) - time.monotonic())
             for fd, _ in poller.poll(wait_s * 1000 + 1):
                 if fd == 0:
-                    raise Stopped
+                    deadline += self.listen()
                 if fd == output:
                     if not self.collect(output):
                         poller.unregister(output)
                 elif os.read(self.signals, 128)[0] == SIGTERM:
                     raise Stopped
             self.reap()
+
+    def listen(self):
+        """What the manager says: `p` to stand still until a `c`, the end of the stream to stop. Gives the seconds stood still."""
+        begin, paused = time.monotonic(), False
+        while True:
+            if paused:
+                # Again and again: one that was just being forked is met the next time.
+                self.family.signal(SIGSTOP)
+                if not select.select([0], [], [], SAMPLE_S)[0]:
+                    continue
+            word = os.read(0, 1)
+            if not word:
+                raise Stopped
+            paused = word == b"p"
+            if not paused:
+                self.family.signal(SIGCONT)
+                paused_s = time.monotonic() - begin
+                self.begin += paused_s
+                return paused_s
 
     def collect(self, output):
         """Take what is there, keep what fits; false at the end of the stream."""
@@ -532,7 +602,7 @@ def own_bytes(pid):
         with open(f"/proc/{pid}/smaps_rollup") as file:
             lines = [line.split() for line in file]
     except OSError:
-        return 0
+        return resident_bytes(pid)  # gVisor has no such file
     return sum(int(words[1]) << 10 for words in lines if words[0] in ("Pss_Anon:", "Pss_Shmem:"))
 
 
@@ -587,7 +657,9 @@ def send(header, output=b""):
 def supervise(request, caged, signals):
     try:
         oom_control = open_group(request)
-        if caged:
+        if caged and request["guest"]:
+            enter_guest()
+        elif caged:
             enter(request)
         child, output = start(request, caged)
         family = Namespace() if caged else Descendants()
@@ -600,15 +672,18 @@ def supervise(request, caged, signals):
 
 def main():
     request = marshal.loads(read_exactly(int.from_bytes(read_exactly(4), "little")))
-    if request["isolation"] == "none":
-        die_with(request["parent"], SIGTERM)
+    request["own_namespace"] = False
+    request["guest"] = request["isolation"] == "guest"
+    if request["isolation"] == "none" or request["keep_processes"]:
+        die_with(None if request["guest"] else request["parent"], SIGTERM)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         supervise(request, False, block_signals())
         return
-    die_with(request["parent"], SIGKILL)
+    die_with(None if request["guest"] else request["parent"], SIGKILL)
     try:
         if os.geteuid() != 0:
             map_own_user()
+            request["own_namespace"] = True
         unshare("pid namespace", NEWPID)
         init = os.fork()
     except (Failed, OSError) as error:

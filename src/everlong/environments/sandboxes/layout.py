@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import posixpath
+from collections.abc import Container
 from pathlib import Path
 from urllib.parse import quote
 
-from everlong.contracts.ports import Mount, SandboxSpec
+from everlong.contracts.errors import SandboxError
+from everlong.contracts.ports import Mount, SandboxSpec, Snapshot
 from everlong.environments.sandboxes.folders import Territory, is_below
-from everlong.environments.sandboxes.trees import TreeSize, copy_tree
+from everlong.environments.sandboxes.trees import TreeSize, copy_tree, remove_tree
 
 TMP = "/tmp"
 _TAKEN = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/proc", "/dev", "/sys", "/var/tmp")
@@ -27,6 +29,22 @@ def folder_name(name: str) -> str:
     if not name or len(quoted) > _MAX_NAME:
         raise ValueError(f"a sandbox needs a name of at most about {_MAX_NAME} letters, got {name!r}")
     return quoted
+
+
+def check_names(names: tuple[str, ...], taken: Container[str]) -> None:
+    """Raises ValueError, SandboxError unless every name is a free one."""
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"a restore needs at least one name and each once, got {names}")
+    for name in names:
+        folder_name(name)
+        if name in taken:
+            raise SandboxError(f"a sandbox named {name!r} is open already: names are unique within a backend")
+
+
+def unknown_snapshot(snapshot: Snapshot) -> ValueError:
+    return ValueError(
+        f"snapshot {snapshot.id} of sandbox {snapshot.sandbox} is not kept here: it was dropped, or another backend took it"
+    )
 
 
 def check_spec(spec: SandboxSpec) -> None:
@@ -49,17 +67,22 @@ def check_spec(spec: SandboxSpec) -> None:
         raise ValueError(f"ttl_s of sandbox {spec.name} must be > 0 or None, got {spec.ttl_s}")
 
 
-def lay_out(
-    home: Path, territory: Territory, workdir: str, source: Path | None, room: TreeSize | None = None
-) -> TreeSize:
-    """Make the folders and fill the workdir with a copy of `source`; gives its size. Raises WorkspaceTooLarge beyond `room`."""
+def make_home(home: Path) -> None:
     home.mkdir()
     (home / "mountpoint").mkdir()
+
+
+def fill_folders(
+    territory: Territory, workdir: str, source: tuple[Path, ...] = (), room: TreeSize | None = None
+) -> TreeSize:
+    """Make the sandbox's own folders and fill the workdir with a copy of `source`; gives its size.
+
+    `source`: layers of one folder, top first. Raises WorkspaceTooLarge beyond `room`.
+    """
     for path in territory.folders:
         territory.host(path).mkdir(parents=True)
     territory.host(TMP).chmod(0o1777)
-    nothing = TreeSize()
-    size = nothing if source is None else copy_tree(source, territory.host(workdir), territory.owner, room)
+    size = copy_tree(source, territory.host(workdir), territory.owner, room)
     territory.take(territory.folders)
     return size
 
@@ -75,6 +98,7 @@ def place_mounts(home: Path, territory: Territory, mounts: tuple[Mount, ...], *,
         source = Path(mount.source).resolve()
         if not caged or (territory.owner is not None and not _everybody_reads(source)):
             copy = home / "mounts" / str(index) if caged else territory.host(mount.target)
+            remove_tree(copy)  # a restored sandbox's lies there already, as the snapshot found it
             copy.mkdir(parents=True)
             copy_tree(source, copy, territory.owner)
             source = copy

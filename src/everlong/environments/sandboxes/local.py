@@ -10,29 +10,50 @@ command's own (sampled without namespaces); memory by a control group where we m
 a command can exceed it by what it fills in that time; disk by RLIMIT_FSIZE for one file and by counting once per second and at
 the end: a command that grew beyond it ends with 137 and a line that says so, and later ones may still remove files.
 /dev/shm holds 64 MB beside the memory limit. One command runs at a time per sandbox.
+
+Snapshots are of files, since nothing lives between two commands. In namespaces the first one seals the folders as a layer, and
+commands see an overlay of what they write and the layers below: snapshot, restore and rollback cost the same whatever the size.
+Where overlays cannot be mounted, and without namespaces, they copy. While a command runs a write from outside waits for its end
+once there are layers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import math
 import os
 import posixpath
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from everlong.contracts.errors import SandboxError
-from everlong.contracts.ports import Capabilities, Command, ExecResult, SandboxSpec
+from everlong.contracts.ports import Capabilities, Command, ExecResult, PauseTo, SandboxSpec, Snapshot
 from everlong.contracts.records import Limits
 from everlong.environments.sandboxes.folders import Territory, is_below
-from everlong.environments.sandboxes.launching import Launch, Request, compile_launcher, python_candidates
-from everlong.environments.sandboxes.layout import TMP, check_spec, folder_name, lay_out, place_mounts, private_folders
+from everlong.environments.sandboxes.launching import Launch, Request, compile_program, python_candidates
+from everlong.environments.sandboxes.layers import MAX_LAYERS
+from everlong.environments.sandboxes.layout import (
+    TMP,
+    check_names,
+    check_spec,
+    fill_folders,
+    folder_name,
+    make_home,
+    place_mounts,
+    private_folders,
+    unknown_snapshot,
+)
 from everlong.environments.sandboxes.memory_group import remove_group, usable_parent
 from everlong.environments.sandboxes.registry import MARKER, Claim, kill_marked, sweep
-from everlong.environments.sandboxes.trees import TreeSize, remove_tree
+from everlong.environments.sandboxes.stacking import LayerStore, Source, Stack, alone_in, empty_like
+from everlong.environments.sandboxes.trees import TreeSize, copy_tree, remove_tree
 
 AGENT_ID = 65534
 """User and group that commands run as when we are root: the agent must never be root of the host."""
@@ -53,6 +74,18 @@ class Place:
     isolation: Literal["namespaces", "none"]
     memory_groups: Path | None
     """Where a group per sandbox is made; None samples memory instead."""
+    overlays: bool = False
+    """Whether layers can be mounted on each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The content of a snapshot."""
+
+    spec: SandboxSpec
+    stack: Stack
+    start_size: TreeSize
+    """Of the workdir that its sandbox was made with."""
 
 
 class LocalSandbox:
@@ -70,9 +103,13 @@ class LocalSandbox:
             workdir=spec.workdir,
             owner=agent_owner() if self._caged else None,
         )
+        self._has_group = False
         self._mounts: list[tuple[str, str]] = []
+        self._stack: Stack = ()
+        """Below what is written now; empty until a snapshot seals something."""
         self._lock = asyncio.Lock()
         self._launch: Launch | None = None
+        self._paused = False
         self._closed = ""
         self._closing: asyncio.Task[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
@@ -85,9 +122,17 @@ class LocalSandbox:
     async def exec(self, command: Command) -> ExecResult:
         if not command.argv or not (0 < command.timeout_s < math.inf):
             raise ValueError(f"a command needs an argv and a finite timeout_s > 0, got {command}")
+        if command.keep_processes:
+            raise ValueError(
+                "a local sandbox kills what a command leaves: leave keep_processes out, or run with sandbox.type gvisor"
+            )
         async with self._lock:
             self._check_open()
-            self._launch = Launch(self._place.python, self._place.launcher, self._request(command), command.timeout_s)
+            with self._storing("a memory group"):
+                self._make_group()
+            launcher = self._place.launcher
+            argv = (self._place.python, "-I", "-S", launcher.name)
+            self._launch = Launch(argv, launcher.parent, self._request(command), command.timeout_s)
             try:
                 result = await self._launch.run()
             finally:
@@ -109,6 +154,12 @@ class LocalSandbox:
 
     async def write(self, path: str, data: bytes) -> None:
         self._check_open()
+        # A layer that is mounted must not be changed beside the mount.
+        async with self._lock if self._stack else contextlib.nullcontext():
+            self._check_open()
+            await self._write(path, data)
+
+    async def _write(self, path: str, data: bytes) -> None:
         try:
             await asyncio.to_thread(self._territory.write, path, data)
         except OSError as error:
@@ -119,27 +170,125 @@ class LocalSandbox:
             raise ValueError(f"a fork starts from its parent's workdir: spec.files must be None, got {spec.files!r}")
         async with self._lock:
             self._check_open()
-            return await self._backend.open(spec, self._left_workdir(), self._room())
+            return await self._backend.open(spec, self._left())
 
-    def _left_workdir(self) -> Path | None:
-        """None where commands removed it, or put something else in its place: then they left nothing."""
-        workdir = self._territory.host(self._spec.workdir)
-        return workdir if workdir.is_dir() and not workdir.is_symlink() else None
+    def _left(self) -> Source:
+        """What commands left in the workdir; nothing where they removed it, or put something else in its place."""
+        workdir = self._spec.workdir.lstrip("/")
+        folders = tuple(root / workdir for root in (self._territory.root, *self._territory.lowers))
+        is_there = os.path.isdir(folders[0]) and not os.path.islink(folders[0])
+        return Source(folders if is_there else (), self._stack, self._room())
 
     def _room(self) -> TreeSize:
         """What commands may leave in the workdir: its limits, beyond what it was made with."""
         start, disk_bytes = self._start_size, self._spec.limits.disk_mb << 20
         return TreeSize(start.entries + MAX_ENTRIES, start.size_bytes + disk_bytes)
 
+    async def pause(self, to: PauseTo = "stopped") -> None:
+        if to == "disk":
+            raise ValueError(
+                'a local sandbox pauses to "stopped" only: it cannot put the memory of processes on disk (sandbox.type gvisor '
+                "can), and between two commands it has none"
+            )
+        if not self._paused:
+            self._check_open()
+            self._paused = True
+            if self._launch is not None:
+                self._launch.pause()
+
+    async def resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._check_open()
+            if self._launch is not None:
+                self._launch.resume()
+
+    async def snapshot(self, parent: Snapshot | None = None) -> Snapshot:
+        """Everything that did not change is shared with earlier ones, whether `parent` names one or not."""
+        if parent is not None:
+            self._backend.kept(parent)
+        async with self._lock:
+            self._check_open()
+            with self._storing("snapshot"):
+                # Sealing a layer takes less time than asking a thread to.
+                cheap = self._place.overlays and len(self._stack) < MAX_LAYERS
+                stack = self._freeze() if cheap else await asyncio.to_thread(self._freeze)
+            return self._backend.keep(Kept(self._spec, stack, self._start_size), parent)
+
+    async def rollback(self, snapshot: Snapshot) -> None:
+        kept = self._backend.kept(snapshot)
+        async with self._lock:
+            self._check_open()
+            if private_folders(kept.spec) != self._territory.folders:
+                raise ValueError(f"snapshot {snapshot.id} has other folders than sandbox {self.name}")
+            with self._storing("rollback"):
+                await asyncio.to_thread(self._become, kept)
+
+    async def start_from(self, kept: Kept) -> None:
+        """As `start`, with what a snapshot holds."""
+        # An empty layer above others is made in less time than a thread is found.
+        cheap = self._place.overlays and not self._spec.mounts
+        await self._start(lambda: self._lay_on(kept), in_thread=not cheap)
+
+    def _lay_on(self, kept: Kept) -> None:
+        make_home(self._home)
+        self._become(kept)
+        self._mounts = place_mounts(self._home, self._territory, self._spec.mounts, caged=self._caged)
+
+    def _freeze(self) -> Stack:
+        """What it is now as layers that nobody changes; with overlays it goes on above them."""
+        layers, root = self._backend.layers, self._territory.root
+        if not self._place.overlays:
+            return (layers.copy(root),)
+        if len(self._stack) < MAX_LAYERS:
+            stack = (layers.seal(root), *self._stack)
+        else:
+            stack = (layers.copy(root, self._stack),)
+            remove_tree(root)
+        self._stand_on(stack)
+        return stack
+
+    def _become(self, kept: Kept) -> None:
+        root, stack = self._territory.root, kept.stack
+        remove_tree(root)
+        if self._place.overlays:
+            self._stand_on(stack)
+        else:
+            root.mkdir()
+            with alone_in(stack):
+                copy_tree(stack[0].path, root, None, keep_owners=True)
+        self._start_size = kept.start_size
+
+    def _stand_on(self, stack: Stack) -> None:
+        """An empty upper layer above this stack."""
+        layers = self._backend.layers
+        before, self._stack = self._stack, layers.hold(stack)
+        empty_like(stack[0].path, self._territory.root, self._territory.folders)
+        self._territory = replace(self._territory, lowers=tuple(layer.path for layer in stack))
+        layers.let_go(before)
+
+    @contextlib.contextmanager
+    def _storing(self, what: str) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise SandboxError(f"{what} of sandbox {self.name} failed: {error}") from error
+
     async def close(self) -> None:
         self._begin_close("close was called")
         assert self._closing is not None
         await asyncio.shield(self._closing)
 
-    async def start(self, source: Path | None, room: TreeSize | None = None) -> None:
+    async def start(self, source: Source) -> None:
         """Make what it needs on the host, then let its ttl begin; after a failure nothing is left."""
+        await self._start(lambda: self._lay_out(source), in_thread=True)
+
+    async def _start(self, lay_out: Callable[[], None], *, in_thread: bool) -> None:
         try:
-            await asyncio.to_thread(self._lay_out, source, room)
+            if in_thread:
+                await asyncio.to_thread(lay_out)
+            else:
+                lay_out()
         except BaseException as error:
             await self.close()
             if isinstance(error, OSError):
@@ -149,11 +298,17 @@ class LocalSandbox:
             reason = f"its ttl of {ttl_s:g} s is over"
             self._expiry = asyncio.get_running_loop().call_later(ttl_s, self._begin_close, reason)
 
-    def _lay_out(self, source: Path | None, room: TreeSize | None) -> None:
-        self._start_size = lay_out(self._home, self._territory, self._spec.workdir, source, room)
+    def _lay_out(self, source: Source) -> None:
+        make_home(self._home)
+        with alone_in(source.stack):
+            self._start_size = fill_folders(self._territory, self._spec.workdir, source.folders, source.room)
         self._mounts = place_mounts(self._home, self._territory, self._spec.mounts, caged=self._caged)
-        if self._memory_group is not None:
+
+    def _make_group(self) -> None:
+        """With the first command: most of what a start costs."""
+        if self._memory_group is not None and not self._has_group:
             self._backend.claim.make_group(self._memory_group, self._spec.limits.memory_mb << 20)
+            self._has_group = True
 
     def _begin_close(self, reason: str) -> None:
         if self._closing is None:
@@ -175,12 +330,16 @@ class LocalSandbox:
         if not self._caged:
             kill_marked(f"{self._home}/")
         remove_tree(self._home)
+        self._backend.layers.let_go(self._stack)
+        self._stack = ()
         if self._memory_group is not None:
             remove_group(str(self._memory_group))
 
     def _check_open(self) -> None:
         if self._closed:
             raise SandboxError(f"sandbox {self.name} is closed: {self._closed}")
+        if self._paused:
+            raise SandboxError(f"sandbox {self.name} is paused: resume it first")
 
     def _request(self, command: Command) -> Request:
         spec, limits = self._spec, self._spec.limits
@@ -209,6 +368,10 @@ class LocalSandbox:
             "disk_bytes": limits.disk_mb << 20,
             "processes": limits.processes,
             "memory_group": str(self._memory_group or ""),
+            "keep_processes": False,
+            "layers": str(self._backend.layers.layers_folder),
+            "lowers": [layer.path.name for layer in self._stack],
+            "overlay_work": str(self._home / "work"),
         }
 
     def _seen(self, word: str) -> str:
@@ -232,6 +395,9 @@ class LocalBackend:
         self.swept = sweep(root)
         """Folders of dead managers that were removed at the start."""
         self._root, self._isolation, self._warn = root, isolation, warn
+        self.layers = LayerStore(self.claim.folder / "layers")
+        self._kept: dict[str, Kept] = {}
+        self._snapshot_ids = itertools.count()
         self._sandboxes: dict[str, LocalSandbox] = {}
         self._probing = asyncio.Lock()
         self._found: tuple[Place, Capabilities] | None = None
@@ -245,17 +411,55 @@ class LocalBackend:
         return (await self._find())[1]
 
     async def create(self, spec: SandboxSpec) -> LocalSandbox:
-        return await self.open(spec, Path(spec.files).resolve() if spec.files is not None else None)
+        return await self.open(spec, Source((Path(spec.files).resolve(),)) if spec.files is not None else Source())
 
-    async def open(self, spec: SandboxSpec, source: Path | None, room: TreeSize | None = None) -> LocalSandbox:
-        """A sandbox whose workdir holds a copy of `source`. Raises WorkspaceTooLarge where that is beyond `room`."""
+    async def restore(self, snapshot: Snapshot, names: tuple[str, ...]) -> list[LocalSandbox]:
+        kept = self.kept(snapshot)
+        check_names(names, self._sandboxes)
+        place, _ = await self._find()
+        restored: list[LocalSandbox] = []
+        try:
+            for name in names:
+                spec = msgspec.structs.replace(kept.spec, name=name)
+                sandbox = self._sandboxes[name] = LocalSandbox(self, spec, self._home(name), place)
+                await sandbox.start_from(kept)
+                restored.append(sandbox)
+        except BaseException:
+            await asyncio.gather(*(sandbox.close() for sandbox in restored))
+            raise
+        return restored
+
+    async def drop(self, snapshot: Snapshot) -> None:
+        kept = self._kept.pop(snapshot.id, None)
+        if kept is not None:
+            await asyncio.to_thread(self.layers.let_go, kept.stack)
+
+    def keep(self, kept: Kept, parent: Snapshot | None) -> Snapshot:
+        """A sandbox says what it was."""
+        snapshot = Snapshot(
+            id=str(next(self._snapshot_ids)), sandbox=kept.spec.name, parent=parent.id if parent is not None else None
+        )
+        self.layers.hold(kept.stack)
+        self._kept[snapshot.id] = kept
+        return snapshot
+
+    def kept(self, snapshot: Snapshot) -> Kept:
+        if snapshot.id not in self._kept:
+            raise unknown_snapshot(snapshot)
+        return self._kept[snapshot.id]
+
+    def _home(self, name: str) -> Path:
+        return self.claim.folder / folder_name(name)
+
+    async def open(self, spec: SandboxSpec, source: Source) -> LocalSandbox:
+        """A sandbox whose workdir holds a copy of `source`. Raises WorkspaceTooLarge where that is beyond its room."""
         check_spec(spec)
         place, _ = await self._find()
         if spec.name in self._sandboxes:
             raise SandboxError(f"a sandbox named {spec.name!r} is open already: names are unique within a backend")
-        sandbox = LocalSandbox(self, spec, self.claim.folder / folder_name(spec.name), place)
+        sandbox = LocalSandbox(self, spec, self._home(spec.name), place)
         self._sandboxes[spec.name] = sandbox
-        await sandbox.start(source, room)
+        await sandbox.start(source)
         return sandbox
 
     def forget(self, sandbox: LocalSandbox) -> None:
@@ -282,9 +486,10 @@ class LocalBackend:
             groups = await asyncio.to_thread(usable_parent) if isolation == "namespaces" and os.geteuid() == 0 else None
             for python in python_candidates():
                 try:
-                    launcher = await compile_launcher(python, self.claim.folder)
+                    launcher = await compile_program(python, self.claim.folder)
                     place = Place(python, launcher, isolation, groups)
                     limited = await self._try(place)
+                    place = replace(place, overlays=isolation == "namespaces" and await self._stacks(place))
                 except SandboxError as error:
                     failures.append(f"{isolation} with {python}: {error}")
                 else:
@@ -298,10 +503,26 @@ class LocalBackend:
         """Whether a second process is refused where one is allowed. Raises SandboxError where nothing can be started."""
         spec = SandboxSpec(name="probe", limits=Limits(memory_mb=256, processes=1))
         sandbox = LocalSandbox(self, spec, self.claim.folder / f"probe-{place.isolation}", place)
-        await sandbox.start(None)
+        await sandbox.start(Source())
         try:
             one_more = Command(argv=("sh", "-c", "/bin/true; exit 7"), timeout_s=_PROBE_S)
             return (await sandbox.exec(one_more)).exit_code != 7
+        finally:
+            await sandbox.close()
+
+    async def _stacks(self, place: Place) -> bool:
+        """Whether a command sees and changes what lies in a sealed layer."""
+        sandbox = LocalSandbox(
+            self, SandboxSpec(name="probe"), self.claim.folder / "probe-overlay", replace(place, overlays=True)
+        )
+        await sandbox.start(Source())
+        try:
+            await sandbox.write("below", b"x")
+            await self.drop(await sandbox.snapshot())
+            script = Command(argv=("sh", "-c", "test -s below && echo >> below"), timeout_s=_PROBE_S)
+            return (await sandbox.exec(script)).exit_code == 0
+        except SandboxError:
+            return False
         finally:
             await sandbox.close()
 
@@ -319,6 +540,8 @@ def describe(place: Place, process_limit: bool, failures: list[str]) -> Capabili
     memory = "held by a control group" if place.memory_groups else "sampled every 100 ms"
     processes = "held by the kernel" if caged and process_limit else "sampled every 100 ms"
     notes = [*failures, f"memory is {memory}", f"processes are {processes}", "disk is counted once per second"]
+    if caged and not place.overlays:
+        notes.append("snapshots copy every file: overlays cannot be mounted here")
     if not caged:
         notes.insert(0, "without namespaces a command may do what this user may do, network included")
     return Capabilities(
@@ -327,5 +550,7 @@ def describe(place: Place, process_limit: bool, failures: list[str]) -> Capabili
         memory_limit=True,
         process_limit=True,
         real_paths=caged,
+        snapshots="layers" if place.overlays else "copies",
+        incremental=place.overlays,
         reason="; ".join(notes),
     )

@@ -6,16 +6,19 @@ For tests of everything above sandboxes and for the scripted loop. Without a fun
 
 from __future__ import annotations
 
+import itertools
 import math
 import posixpath
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from everlong.contracts.errors import SandboxError
-from everlong.contracts.ports import Capabilities, Command, ExecResult, SandboxSpec
+from everlong.contracts.ports import Capabilities, Command, ExecResult, PauseTo, SandboxSpec, Snapshot
 from everlong.environments.sandboxes.folders import is_below
-from everlong.environments.sandboxes.layout import check_spec, private_folders
+from everlong.environments.sandboxes.layout import check_names, check_spec, private_folders, unknown_snapshot
 
 Respond = Callable[["ScriptedSandbox", Command], ExecResult]
 
@@ -28,6 +31,7 @@ class ScriptedSandbox:
         self.commands: list[Command] = []
         self._deadline = math.inf if spec.ttl_s is None else backend.now_s + spec.ttl_s
         self._closed = ""
+        self._paused = False
         self._death: str | None = None
         self._dies_in = math.inf
 
@@ -42,6 +46,8 @@ class ScriptedSandbox:
     async def exec(self, command: Command) -> ExecResult:
         if not command.argv or not (0 < command.timeout_s < math.inf):
             raise ValueError(f"a command needs an argv and a finite timeout_s > 0, got {command}")
+        if command.keep_processes:
+            raise ValueError("a scripted sandbox has no processes to keep: leave keep_processes out")
         self._check_open()
         self._dies_in -= 1
         self.commands.append(command)
@@ -69,6 +75,24 @@ class ScriptedSandbox:
         copied = {spec.workdir + path[len(base) :]: data for path, data in self.files.items() if is_below(path, base)}
         return self._backend.open(spec, copied)
 
+    async def pause(self, to: PauseTo = "stopped") -> None:
+        if not self._paused:
+            self._check_open()
+            self._paused = True
+
+    async def resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._check_open()
+
+    async def snapshot(self, parent: Snapshot | None = None) -> Snapshot:
+        self._check_open()
+        return self._backend.keep(self, parent)
+
+    async def rollback(self, snapshot: Snapshot) -> None:
+        self._check_open()
+        self.files = dict(self._backend.kept(snapshot)[1])
+
     async def close(self) -> None:
         if not self._closed:
             self._closed = "close was called"
@@ -88,6 +112,8 @@ class ScriptedSandbox:
             raise SandboxError(f"sandbox {self.name} died: {self._death}")
         if self._closed:
             raise SandboxError(f"sandbox {self.name} is closed: {self._closed}")
+        if self._paused:
+            raise SandboxError(f"sandbox {self.name} is paused: resume it first")
 
     def _check_expiry(self) -> None:
         if self._backend.now_s >= self._deadline:
@@ -103,6 +129,8 @@ class ScriptedBackend:
         self.scratch = scratch
         self.now_s = 0.0
         self.sandboxes: dict[str, ScriptedSandbox] = {}
+        self._kept: dict[str, tuple[SandboxSpec, dict[str, bytes]]] = {}
+        self._ids = itertools.count()
 
     async def probe(self) -> Capabilities:
         return Capabilities(
@@ -110,6 +138,7 @@ class ScriptedBackend:
             network_off=True,
             memory_limit=False,
             process_limit=False,
+            pause_to_disk=True,
             reason="scripted: no process is ever started, so nothing needs isolation",
         )
 
@@ -122,6 +151,28 @@ class ScriptedBackend:
             raise SandboxError(f"a sandbox named {spec.name!r} is open already: names are unique within a backend")
         self.sandboxes[spec.name] = ScriptedSandbox(self, spec, files)
         return self.sandboxes[spec.name]
+
+    async def restore(self, snapshot: Snapshot, names: tuple[str, ...]) -> list[ScriptedSandbox]:
+        spec, files = self.kept(snapshot)
+        check_names(names, self.sandboxes)
+        return [self.open(msgspec.structs.replace(spec, name=name), dict(files)) for name in names]
+
+    async def drop(self, snapshot: Snapshot) -> None:
+        self._kept.pop(snapshot.id, None)
+
+    def keep(self, sandbox: ScriptedSandbox, parent: Snapshot | None) -> Snapshot:
+        if parent is not None:
+            self.kept(parent)
+        snapshot = Snapshot(
+            id=str(next(self._ids)), sandbox=sandbox.name, parent=parent.id if parent is not None else None
+        )
+        self._kept[snapshot.id] = (sandbox.spec, dict(sandbox.files))
+        return snapshot
+
+    def kept(self, snapshot: Snapshot) -> tuple[SandboxSpec, dict[str, bytes]]:
+        if snapshot.id not in self._kept:
+            raise unknown_snapshot(snapshot)
+        return self._kept[snapshot.id]
 
     async def close(self) -> None:
         for sandbox in list(self.sandboxes.values()):

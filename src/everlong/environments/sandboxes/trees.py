@@ -2,11 +2,12 @@
 
 A tree is walked with one folder open at a time, down by name and up by "..", since an agent makes in a second a chain of
 folders that is longer than a path may be (PATH_MAX) and than files may be open. Nothing may move in a tree meanwhile; where
-".." is not the folder that the walk came from, it stops.
+".." is not the folder that the walk came from, it stops. Where a tree lies in several layers, one folder per layer is open.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from everlong.contracts.errors import SandboxError, WorkspaceTooLarge
+from everlong.environments.sandboxes.layers import is_opaque, is_whiteout
 
 FICLONE = 0x40049409
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -36,21 +38,36 @@ class _Level:
     """A folder between the top and where a walk stands."""
 
     name: str
-    status: os.stat_result
+    statuses: list[os.stat_result | None]
+    """Of it in every layer, top first; None where it or a folder above it takes no part. The first one is what shows."""
     folders: list[str]
     """Folders in it that are still to be walked."""
 
+    @property
+    def shown(self) -> os.stat_result:
+        return next(status for status in self.statuses if status is not None)
 
-def copy_tree(source: Path, target: Path, owner: int | None, room: TreeSize | None = None) -> TreeSize:
+
+def copy_tree(
+    source: Path | tuple[Path, ...],
+    target: Path,
+    owner: int | None,
+    room: TreeSize | None = None,
+    *,
+    keep_owners: bool = False,
+) -> TreeSize:
     """Copy what is in `source` into the folder `target`: modes, times and links as they are; gives what was copied.
 
-    Pipes, sockets and devices are left out, set-user-id bits dropped, holes and hard links kept, blocks shared where the file
-    system can. Raises OSError; WorkspaceTooLarge where the tree is larger than `room`.
+    `source`: a folder, or the same one in several layers, top first, of which what they show together is copied. Pipes, sockets
+    and devices are left out, set-user-id bits dropped, holes and hard links kept, blocks shared where the file system can. What
+    is copied belongs to `owner`, or with `keep_owners` to whom it belonged, which takes root. Raises OSError; WorkspaceTooLarge
+    where the tree is larger than `room`.
     """
+    sources = source if isinstance(source, tuple) else (source,)
     with tempfile.TemporaryDirectory(prefix=".links-", dir=target.parent) as links:
-        copy = _Copy(os.fspath(source), os.fspath(target), owner, room, links)
+        copy = _Copy(target, owner, room, links, keep_owners=keep_owners and os.geteuid() == 0)
         try:
-            copy.run()
+            copy.run(sources)
         finally:
             copy.close()
         return TreeSize(copy.entries, copy.size_bytes)
@@ -59,19 +76,32 @@ def copy_tree(source: Path, target: Path, owner: int | None, room: TreeSize | No
 class _Copy:
     """The walk of one copy; it stands in a folder of the source and in the same one of the target."""
 
-    def __init__(self, source: str, target: str, owner: int | None, room: TreeSize | None, links: str) -> None:
-        self._owner, self._room, self._links = owner, room, links
+    def __init__(
+        self, target: Path, owner: int | None, room: TreeSize | None, links: str, *, keep_owners: bool
+    ) -> None:
+        self._owner, self._room, self._links, self._keep_owners = owner, room, links, keep_owners
         self.entries = self.size_bytes = 0
-        status = os.stat(source, follow_symlinks=False)
-        self._source = _enter(source, None, status.st_mode)
+        self._sources: list[int] = []
+        """The folder in every layer; for a layer that takes no part in it, the last one above it that it took part in."""
         self._target = os.open(target, _FOLDER)
-        self._levels = [_Level("", status, [])]
+        self._levels = [_Level("", [], [])]
 
     def close(self) -> None:
-        os.close(self._source)
-        os.close(self._target)
+        for fd in (*self._sources, self._target):
+            os.close(fd)
 
-    def run(self) -> None:
+    def run(self, sources: tuple[Path, ...]) -> None:
+        for source in sources:
+            status = os.stat(source, follow_symlinks=False)
+            self._sources.append(_enter(os.fspath(source), None, status.st_mode))
+            self._levels[-1].statuses.append(status)
+        try:
+            self._walk()
+        except BaseException:
+            self._lock_all()
+            raise
+
+    def _walk(self) -> None:
         self._levels[-1].folders = self._copy_entries()
         while True:
             level = self._levels[-1]
@@ -80,45 +110,83 @@ class _Copy:
             elif len(self._levels) > 1:
                 self._go_up()
             else:
-                _lock_again(self._source, level.status)
+                self._leave()
                 return
 
     def _go_down(self, name: str) -> None:
-        status = os.stat(name, dir_fd=self._source, follow_symlinks=False)
+        level = _Level(name, [None] * len(self._sources), [])
+        taking_part = self._levels[-1].statuses
+        self._levels.append(level)
+        for index, folder in enumerate(self._sources):
+            status = _status(name, folder) if taking_part[index] is not None else None
+            if status is None:
+                continue
+            if not stat.S_ISDIR(status.st_mode):
+                break  # a file or a whiteout below a folder: nothing below it takes part
+            self._sources[index] = _instead(folder, _enter(name, folder, status.st_mode))
+            level.statuses[index] = status
+            if len(self._sources) > 1 and is_opaque(self._sources[index]):
+                break
         os.mkdir(name, 0o700, dir_fd=self._target)
-        source, self._source = self._source, _enter(name, self._source, status.st_mode)
-        os.close(source)
-        target, self._target = self._target, os.open(name, _FOLDER, dir_fd=self._target)
-        os.close(target)
-        self._levels.append(_Level(name, status, []))
-        self._levels[-1].folders = self._copy_entries()
+        self._target = _instead(self._target, os.open(name, _FOLDER, dir_fd=self._target))
+        level.folders = self._copy_entries()
 
     def _go_up(self) -> None:
         """Modes and times of a folder come last: it may be read-only, and writing into it changes its time."""
-        level, above = self._levels.pop(), self._levels[-1]
-        source, self._source = self._source, _parent(self._source, above.status)
+        shown = self._levels[-1].shown
+        self._leave()
         target, self._target = self._target, os.open("..", _FOLDER, dir_fd=self._target)
-        _lock_again(source, level.status)
-        self._give(target, level.status)
-        os.close(source)
+        self._give(target, shown)
         os.close(target)
+
+    def _leave(self) -> None:
+        """Go up in the source. After the top nothing is left to stand in."""
+        level = self._levels.pop()
+        for index, status in enumerate(level.statuses):
+            if status is None:
+                continue
+            folder = self._sources[index]
+            above = self._levels[-1].statuses[index] if self._levels else None
+            parent = _parent(folder, above) if above is not None else None
+            _lock_again(folder, status)
+            if parent is not None:
+                self._sources[index] = _instead(folder, parent)
+
+    def _lock_all(self) -> None:
+        """After a failure: layers that others stand on must be as they were."""
+        with contextlib.suppress(OSError, SandboxError):
+            while self._levels:
+                self._leave()
 
     def _copy_entries(self) -> list[str]:
         """Copy everything in the folder but its folders, and give the names of those."""
-        folders = []
-        with os.scandir(self._source) as entries:
+        folders: list[str] = []
+        seen: set[str] | None = set() if len(self._sources) > 1 else None
+        for folder, takes_part in zip(self._sources, self._levels[-1].statuses, strict=True):
+            if takes_part is not None:
+                self._copy_layer(folder, folders, seen)
+        return folders
+
+    def _copy_layer(self, folder: int, folders: list[str], seen: set[str] | None) -> None:
+        """`seen`: names of the layers above, which hide those of this one."""
+        with os.scandir(folder) as entries:
             for entry in entries:
                 status = entry.stat(follow_symlinks=False)
+                if seen is not None:
+                    if entry.name in seen:
+                        continue
+                    seen.add(entry.name)
+                    if is_whiteout(status):
+                        continue
                 self._count(status)
                 if stat.S_ISDIR(status.st_mode):
                     folders.append(entry.name)
                 elif stat.S_ISLNK(status.st_mode):
-                    os.symlink(os.readlink(entry.name, dir_fd=self._source), entry.name, dir_fd=self._target)
-                    if self._owner is not None:
-                        os.chown(entry.name, self._owner, self._owner, dir_fd=self._target, follow_symlinks=False)
+                    os.symlink(os.readlink(entry.name, dir_fd=folder), entry.name, dir_fd=self._target)
+                    if (owner := self._owner_of(status)) is not None:
+                        os.chown(entry.name, *owner, dir_fd=self._target, follow_symlinks=False)
                 elif stat.S_ISREG(status.st_mode) and not self._link(entry.name, status):
-                    self._copy_file(entry.name, status)
-        return folders
+                    self._copy_file(entry.name, folder, status)
 
     def _count(self, status: os.stat_result) -> None:
         self.entries += 1
@@ -150,8 +218,8 @@ class _Copy:
             return False
         return True
 
-    def _copy_file(self, name: str, status: os.stat_result) -> None:
-        reader = _open_file(name, self._source, status)
+    def _copy_file(self, name: str, folder: int, status: os.stat_result) -> None:
+        reader = _open_file(name, folder, status)
         try:
             writer = os.open(name, _NEW_FILE, 0o600, dir_fd=self._target)
             try:
@@ -165,10 +233,27 @@ class _Copy:
             os.link(name, self._first(status), src_dir_fd=self._target, follow_symlinks=False)
 
     def _give(self, fd: int, status: os.stat_result) -> None:
-        if self._owner is not None:
-            os.fchown(fd, self._owner, self._owner)
+        if (owner := self._owner_of(status)) is not None:
+            os.fchown(fd, *owner)
         os.fchmod(fd, stat.S_IMODE(status.st_mode) & 0o1777)
         os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    def _owner_of(self, status: os.stat_result) -> tuple[int, int] | None:
+        if self._keep_owners:
+            return status.st_uid, status.st_gid
+        return (self._owner, self._owner) if self._owner is not None else None
+
+
+def _status(name: str, folder: int) -> os.stat_result | None:
+    try:
+        return os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def _instead(old: int, new: int) -> int:
+    os.close(old)
+    return new
 
 
 def _enter(name: str, above: int | None, mode: int) -> int:
@@ -256,15 +341,13 @@ class _Removal:
         except OSError as error:
             self._note(error)
             return
-        os.close(self.folder)
-        self.folder = below
-        self.levels.append(_Level(name, status, []))
+        self.folder = _instead(self.folder, below)
+        self.levels.append(_Level(name, [status], []))
         self.levels[-1].folders = self._clear()
 
     def _go_up(self) -> None:
         name = self.levels.pop().name
-        below, self.folder = self.folder, _parent(self.folder, self.levels[-1].status)
-        os.close(below)
+        self.folder = _instead(self.folder, _parent(self.folder, self.levels[-1].shown))
         try:
             os.rmdir(name, dir_fd=self.folder)
         except OSError as error:
@@ -290,12 +373,13 @@ class _Removal:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a tree however deep and whatever its modes. Raises SandboxError when something is left."""
+    """Remove a tree however deep and whatever its modes, or what is there instead. Raises SandboxError when something is left."""
     try:
         status = os.stat(path, follow_symlinks=False)
         if not stat.S_ISDIR(status.st_mode):
+            os.unlink(path)
             return
-        removal = _Removal(_enter(os.fspath(path), None, status.st_mode), [_Level("", status, [])])
+        removal = _Removal(_enter(os.fspath(path), None, status.st_mode), [_Level("", [status], [])])
         try:
             removal.run()
         finally:

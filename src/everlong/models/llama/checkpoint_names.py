@@ -4,6 +4,22 @@ from __future__ import annotations
 
 from everlong.models.llama.config import LlamaConfig
 
+PROJECTIONS = {
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "o_proj": "self_attn.o_proj",
+    "gate_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "down_proj": "mlp.down_proj",
+}
+"""The matrices of a layer: what they are called for short, and below `model.layers.N`."""
+
+
+def projection_name(layer: int, projection: str) -> str:
+    """Of the module in the checkpoint; its weight is called `.weight` more."""
+    return f"model.layers.{layer}.{PROJECTIONS[projection]}"
+
 
 def weight_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Every weight of the checkpoint in a fixed order, rows first (out_features, in_features)."""

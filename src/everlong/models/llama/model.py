@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from everlong.models.llama.checkpoint_names import weight_shapes
+from everlong.models.adapter_config import LoraConfig
+from everlong.models.llama.checkpoint_names import projection_name, weight_shapes
 from everlong.models.llama.config import LlamaConfig
+from everlong.models.llama.lora import Adapters, low_rank
 from everlong.models.numerics import Numerics, linear, silu
 
 # T tokens, M model width, H query heads, G key-value heads, D head width
@@ -35,6 +37,7 @@ class Llama(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.numerics = config, numerics
+        self.adapters: Adapters | None = None
         self._names = list(weight_shapes(config))
         self._weights = nn.ParameterList(
             nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in weight_shapes(config).values()
@@ -48,6 +51,40 @@ class Llama(nn.Module):
     def named_weights(self) -> dict[str, Tensor]:
         """The parameters under their names in a Hugging Face checkpoint, in a fixed order."""
         return dict(zip(self._names, self._weights, strict=True))
+
+    def adapt(self, config: LoraConfig, base_name: str | None = None) -> None:
+        """Freeze the weights and put adapters beside them, which from now on are what trains; outputs stay as they are.
+
+        `base_name`: of the frozen weights, for those who load the adapters elsewhere. Raises ValueError where there are
+        adapters already.
+        """
+        if self.adapters is not None:
+            raise ValueError("the model has adapters already: train them, or export it and adapt the checkpoint")
+        for weight in self._weights:
+            weight.requires_grad_(False)
+        self.adapters = Adapters(self.config, config, self.dtype, base_name)
+
+    def trained_weights(self) -> dict[str, Tensor]:
+        """What an optimiser steps: the adapters where there are some, else every weight; in a fixed order."""
+        return self.named_weights() if self.adapters is None else self.adapters.named()
+
+    def frozen_weights(self) -> dict[str, Tensor]:
+        """The others, which are never written; none without adapters."""
+        return {} if self.adapters is None else self.named_weights()
+
+    @torch.no_grad()
+    def merged_weights(self) -> dict[str, Tensor]:
+        """The weights of a checkpoint without adapters: W + scale B A, computed in float64 and rounded to the dtype once."""
+        weights = {name: weight.detach() for name, weight in self.named_weights().items()}
+        if self.adapters is None:
+            return weights
+        for layer in range(self.config.num_layers):
+            for projection in self.adapters.targets:
+                name, adapter = f"{projection_name(layer, projection)}.weight", self.adapters.of(layer, projection)
+                assert adapter is not None
+                change = self.adapters.scale * adapter.up_Or.double() @ adapter.down_rI.double()
+                weights[name] = (weights[name].double() + change).to(self.dtype)
+        return weights
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,10 +100,17 @@ class Llama(nn.Module):
         """[padded_vocab_size, M]"""
         return self._weights[0 if self.config.tie_embeddings else -1]
 
-    @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy into the existing storage. Raises ValueError, before anything is changed, unless names, shapes and dtypes match."""
-        own = self.named_weights()
+        """Copy into the existing storage, adapters included. Raises ValueError, before anything is changed, unless names,
+        shapes and dtypes match."""
+        self._load(weights, {**self.frozen_weights(), **self.trained_weights()})
+
+    def load_trained_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """As `load_weights`, of what trains alone."""
+        self._load(weights, self.trained_weights())
+
+    @torch.no_grad()
+    def _load(self, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         if missing := sorted(own.keys() ^ weights.keys()):
             raise ValueError(f"weights do not match the model: {missing[:4]} stand on one side only")
         for name, target in own.items():
@@ -96,12 +140,22 @@ class Llama(nn.Module):
     ) -> Tensor:
         norm_in, q_proj, k_proj, v_proj, o_proj, norm_mlp, gate_proj, up_proj, down_proj = weights
         x = self._norm(hidden, norm_in)
-        q, k, v = (linear(x, w, self.numerics).view(len(x), -1, self.config.head_dim) for w in (q_proj, k_proj, v_proj))
+        heads = (("q_proj", q_proj), ("k_proj", k_proj), ("v_proj", v_proj))
+        q, k, v = (self.project(layer, name, x, w).view(len(x), -1, self.config.head_dim) for name, w in heads)
         mixed = attend(layer, _rotate(q, *rotation), _rotate(k, *rotation), v)
-        hidden = hidden + linear(mixed.flatten(1), o_proj, self.numerics).float()
+        hidden = hidden + self.project(layer, "o_proj", mixed.flatten(1), o_proj).float()
         x = self._norm(hidden, norm_mlp)
-        gated = silu(linear(x, gate_proj, self.numerics), self.numerics) * linear(x, up_proj, self.numerics)
-        return hidden + linear(gated, down_proj, self.numerics).float()
+        gated = silu(self.project(layer, "gate_proj", x, gate_proj), self.numerics)
+        gated = gated * self.project(layer, "up_proj", x, up_proj)
+        return hidden + self.project(layer, "down_proj", gated, down_proj).float()
+
+    def project(self, layer: int, projection: str, x: Tensor, weight: Tensor) -> Tensor:
+        """x[T, I] times the projection's weight, and what its adapter adds, [T, O]."""
+        product = linear(x, weight, self.numerics)
+        adapter = None if self.adapters is None else self.adapters.of(layer, projection)
+        if self.adapters is None or adapter is None:
+            return product
+        return product + low_rank(x, adapter, self.adapters.scale, self.numerics)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight.float(), self.config.rms_norm_eps)

@@ -9,12 +9,13 @@ sums alone. For fast numerics: aligned ones need `Llama`'s own products.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from everlong.models.llama.checkpoint_names import projection_name, weight_shapes
 from everlong.models.llama.model import Attend, Llama
 
 # T tokens, M model width, H query heads, G key-value heads, D head width, V padded vocabulary
@@ -43,15 +44,22 @@ class PackedLlama:
         self._model, self._config, self.dtype = model, model.config, model.dtype
         cos, sin = model.rotation
         self._cos, self._sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        self._frozen: list[_Layer] = []
         self._layers: list[_Layer] = []
 
     @torch.no_grad()
     def pack(self) -> None:
         weights = iter(self._model.named_weights().values())
         self._embedding = next(weights)
-        self._layers = [self._layer([next(weights) for _ in range(9)]) for _ in range(self._config.num_layers)]
+        self._frozen = [self._layer([next(weights) for _ in range(9)]) for _ in range(self._config.num_layers)]
         self._norm_out = next(weights).float()
         self._head = _product(self._model.head_weight)
+        self.pack_adapters()
+
+    @torch.no_grad()
+    def pack_adapters(self) -> None:
+        """All there is to do where nothing but the adapters has changed since `pack`."""
+        self._layers = [self._adapted(number, layer) for number, layer in enumerate(self._frozen)]
 
     def __call__(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Hidden state [T, M] in float32 after the final norm."""
@@ -78,6 +86,33 @@ class PackedLlama:
             gate_up=_product(torch.cat([gate_proj, up_proj])),
             down=_product(down_proj),
         )
+
+    def _adapted(self, number: int, layer: _Layer) -> _Layer:
+        return replace(
+            layer,
+            qkv=self._with_adapters(number, layer.qkv, "q_proj", "k_proj", "v_proj"),
+            out=self._with_adapters(number, layer.out, "o_proj"),
+            gate_up=self._with_adapters(number, layer.gate_up, "gate_proj", "up_proj"),
+            down=self._with_adapters(number, layer.down, "down_proj"),
+        )
+
+    def _with_adapters(self, number: int, product: Product, *projections: str) -> Product:
+        """The product plus what the adapters of its projections add, as two products for all of them: their A below each
+        other, and their B along the diagonal."""
+        adapters = self._model.adapters
+        found = [] if adapters is None else [adapters.of(number, name) for name in projections]
+        downs = [adapter.down_rI for adapter in found if adapter is not None]
+        if adapters is None or not downs:
+            return product
+        shapes, scale = weight_shapes(self._config), adapters.scale
+        ups = [
+            self._embedding.new_zeros(shapes[f"{projection_name(number, name)}.weight"][0], 0)
+            if adapter is None
+            else adapter.up_Or.detach()
+            for name, adapter in zip(projections, found, strict=True)
+        ]
+        down, up = _product(torch.cat(downs)), _product(torch.block_diag(*ups))
+        return lambda x: product(x) + up(down(x) * scale)
 
     def _heads(self, qkv: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys rotated together: the second half of a head against the first, whose sine is negative."""

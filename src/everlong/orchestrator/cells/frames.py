@@ -14,6 +14,7 @@ import msgspec
 
 from everlong.contracts import errors
 from everlong.contracts.errors import EverlongError
+from everlong.contracts.os_errors import explain_os_error
 from everlong.contracts.records import (
     EngineMismatch,
     EngineStatus,
@@ -60,7 +61,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
-    """A call that raised. `kind` is the name of a class of `contracts.errors`, or "ValueError"."""
+    """A call that raised. `kind` is the name of a class of `contracts.errors`, "ValueError" or "OSError"."""
 
     id: int
     kind: str
@@ -96,13 +97,15 @@ def failure_of(call_id: int, error: BaseException) -> Failure:
     kind = type(error).__name__ if known and hasattr(errors, type(error).__name__) else ""
     if isinstance(error, ValueError):
         kind = "ValueError"
+    if isinstance(error, OSError):
+        return Failure(call_id, "OSError", explain_os_error(error), "")
     return Failure(call_id, kind, str(error) or repr(error), "".join(traceback.format_exception(error)))
 
 
 def error_of(failure: Failure, method: str) -> Exception:
     """The exception that the other side raised, by its class; a class not in the contract becomes a WorkerError."""
-    if failure.kind == "ValueError":
-        return ValueError(failure.message)
+    if failure.kind in ("ValueError", "OSError"):
+        return {"ValueError": ValueError, "OSError": OSError}[failure.kind](failure.message)
     kind = getattr(errors, failure.kind, None) if failure.kind else None
     if kind is not None:
         return kind(failure.message)

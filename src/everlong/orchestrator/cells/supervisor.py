@@ -27,21 +27,32 @@ class WorkerProcess:
 
     @classmethod
     async def start(
-        cls, *, factory: str, config: Path, run_folder: Path, environment: Mapping[str, str], timeout_s: float = 300.0
+        cls,
+        *,
+        factory: str,
+        config: Path,
+        run_folder: Path,
+        environment: Mapping[str, str],
+        name: str = "worker",
+        timeout_s: float = 300.0,
     ) -> WorkerProcess:
-        """Raises what the factory raised, or WorkerDied with the end of the worker's log."""
-        log = run_folder / "worker.log"
+        """`name` is that of its log and its lock: one worker of a name at a time works for a run.
+
+        Raises what the factory raised, or WorkerDied with the end of the worker's log."""
+        log = run_folder / f"{name}.log"
         # A pair of sockets has no name that a killed process could leave behind.
         ours, theirs = socket.socketpair()
         with theirs:
-            process = await _spawn(factory, config, theirs.fileno(), run_folder, log, environment)
-        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 26)
+            process = await _spawn(factory, config, theirs.fileno(), log, environment)
+        writer = None
         try:
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 26)
             ready = await _first(read_frame(reader), process, timeout_s, log)
         except BaseException:
-            writer.close()
+            (writer or ours).close()
             if process.returncode is None:
                 process.kill()
+                await process.wait()
             raise
         if isinstance(ready, Failure):
             writer.close()
@@ -60,7 +71,7 @@ class WorkerProcess:
 
 
 async def _spawn(
-    factory: str, config: Path, socket_fd: int, run_folder: Path, log: Path, environment: Mapping[str, str]
+    factory: str, config: Path, socket_fd: int, log: Path, environment: Mapping[str, str]
 ) -> asyncio.subprocess.Process:
     argv = [sys.executable, "-m", "everlong.orchestrator.cells.worker"]
     argv += [
@@ -71,7 +82,7 @@ async def _spawn(
         "--config",
         str(config),
         "--lock",
-        str(run_folder / "worker.lock"),
+        str(log.with_suffix(".lock")),
     ]
     with log.open("ab") as out:
         return await asyncio.create_subprocess_exec(
@@ -81,20 +92,23 @@ async def _spawn(
             stderr=out,
             env={**os.environ, **environment},
             pass_fds=(socket_fd,),
+            start_new_session=True,  # Ctrl-C in a terminal is ours to answer: the worker ends when we hang up
         )
 
 
 async def _first(awaitable, process: asyncio.subprocess.Process, timeout_s: float, log: Path):
     """The awaitable's result, unless the process ends first."""
     wanted, ended = asyncio.ensure_future(awaitable), asyncio.ensure_future(process.wait())
-    done, _ = await asyncio.wait({wanted, ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    if wanted in done and wanted.exception() is None:
+    try:
+        done, _ = await asyncio.wait({wanted, ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if wanted in done and wanted.exception() is None:
+            return wanted.result()
+        if wanted in done:  # it hung up: what it has to say is its exit code
+            await asyncio.wait({ended}, timeout=5.0)
+    finally:
+        wanted.cancel()
         ended.cancel()
-        return wanted.result()
-    if wanted in done:  # it hung up: what it has to say is its exit code
-        await asyncio.wait({ended}, timeout=5.0)
+        await asyncio.gather(wanted, ended, return_exceptions=True)
     state = f"was not ready after {timeout_s:.0f} s" if not done else f"ended with code {process.returncode}"
-    wanted.cancel()
-    ended.cancel()
     tail = log.read_text(errors="replace")[-2000:] if log.exists() else ""
     raise WorkerDied(f"the worker {state}; the end of its log {log}:\n{tail}")

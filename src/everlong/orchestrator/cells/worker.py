@@ -36,7 +36,8 @@ from everlong.orchestrator.cells.frames import (
 class Cell:
     """What a worker hosts."""
 
-    engine: Engine
+    engine: Engine | None
+    """None in a cell that only trains."""
     trainer: Trainer | None
     """None in a cell that only samples."""
 
@@ -50,7 +51,8 @@ class Cell:
         return await (getattr(port, name)() if takes is None else getattr(port, name)(argument))
 
     async def close(self) -> None:
-        await self.engine.close()
+        if self.engine is not None:
+            await self.engine.close()
         if self.trainer is not None:
             await self.trainer.close()
 

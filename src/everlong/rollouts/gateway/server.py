@@ -26,6 +26,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from everlong.contracts.errors import EverlongError, RequestAborted
+from everlong.contracts.os_errors import explain_os_error
 from everlong.rollouts.gateway.dialects.chat_completions import ChatCompletions
 from everlong.rollouts.gateway.dialects.dialect import Answer, ChatRequest, Dialect
 from everlong.rollouts.gateway.dialects.messages import Messages
@@ -54,7 +55,7 @@ class GatewayServer:
         allow_remote: bool = False,
         max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
-        if not allow_remote and not _is_loopback(host):
+        if not allow_remote and not is_loopback(host):
             raise ValueError(
                 f"the gateway listens on loopback only, got host {host!r}: everyone who reaches another address can try "
                 "keys there; allow_remote says that this is meant"
@@ -79,8 +80,7 @@ class GatewayServer:
         """Raises OSError where the address is taken."""
         if self._serving is not None:
             raise ValueError("the gateway runs already")
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listener = socket.create_server((self._host, self._port), family=family)
+        listener = listen(self._host, self._port)
         self._port = listener.getsockname()[1]
         config = uvicorn.Config(
             self._app(),
@@ -298,7 +298,15 @@ def _model_card(model: str, *, listed: bool) -> bytes:
     return msgspec.json.encode(page if listed else card)
 
 
-def _is_loopback(host: str) -> bool:
+def listen(host: str, port: int) -> socket.socket:
+    """Raises OSError where the address is taken, or not this machine's."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise OSError(f"cannot listen at {host}, port {port}: {explain_os_error(error)}") from error
+
+
+def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:

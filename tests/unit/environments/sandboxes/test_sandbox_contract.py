@@ -10,10 +10,13 @@ import pytest
 from everlong.contracts.errors import SandboxError
 from everlong.contracts.ports import Command, Mount, SandboxSpec
 from everlong.contracts.records import Limits
+from everlong.environments.sandboxes.gvisor import GvisorBackend
 from everlong.environments.sandboxes.local import LocalBackend
 from everlong.environments.sandboxes.scripted import ScriptedBackend
 
 EVERY = ("namespaces", "none", "scripted")
+if "EVERLONG_TEST_GVISOR" in os.environ:  # a second per test: in the system tier, where `make gvisor` came first
+    EVERY = ("gvisor",)
 LOCAL = ("namespaces", "none")
 
 
@@ -24,11 +27,13 @@ def backends(tmp_path_factory):
 
     def get(kind):
         if kind not in made:
-            made[kind] = (
-                ScriptedBackend()
-                if kind == "scripted"
-                else LocalBackend(tmp_path_factory.mktemp(kind) / "sandboxes", isolation=kind)
-            )
+            root = tmp_path_factory.mktemp(kind) / "sandboxes"
+            if kind == "scripted":
+                made[kind] = ScriptedBackend()
+            elif kind == "gvisor":
+                made[kind] = GvisorBackend(root)
+            else:
+                made[kind] = LocalBackend(root, isolation=kind)
         return made[kind]
 
     yield get
@@ -38,12 +43,12 @@ def backends(tmp_path_factory):
 
 @pytest.fixture
 async def backend(request, backends):
-    made = backends(request.param)
     try:
+        made = backends(request.param)
         await made.probe()
     except SandboxError as error:
-        if request.param == "namespaces":
-            pytest.skip(f"this machine refuses namespaces: {error}")
+        if request.param in ("namespaces", "gvisor"):
+            pytest.skip(f"this machine refuses {request.param}: {error}")
         raise
     return made
 
@@ -231,6 +236,105 @@ async def test_a_command_without_words_or_time_is_refused(backend, opened, comma
     sandbox = await opened(backend)
     with pytest.raises(ValueError, match="argv and a finite timeout_s"):
         await sandbox.exec(Command(**{"argv": ("true",), "timeout_s": 1.0, **command}))
+
+
+# Pauses and snapshots -------------------------------------------------------------------------------------------------
+
+
+@every_backend
+async def test_a_paused_sandbox_refuses_everything_until_it_is_resumed(backend, opened):
+    sandbox = await opened(backend)
+    await sandbox.write("note", b"kept")
+    await sandbox.pause()
+    await sandbox.pause()
+    for call in (sh(sandbox, "echo"), sandbox.read("note"), sandbox.write("note", b""), sandbox.snapshot()):
+        with pytest.raises(SandboxError, match="is paused: resume it first"):
+            await call
+    await sandbox.resume()
+    await sandbox.resume()
+    assert (await sh(sandbox, "cat note")).output == b"kept"
+
+
+@every_backend
+async def test_a_pause_to_disk_keeps_everything_or_is_refused_by_name(backend, opened):
+    sandbox = await opened(backend)
+    await sh(sandbox, "echo there > note")
+    if (await backend.probe()).pause_to_disk:
+        await sandbox.pause("disk")
+        await sandbox.resume()
+    else:
+        with pytest.raises(ValueError, match="cannot put the memory of processes on disk"):
+            await sandbox.pause("disk")
+    assert await sandbox.read("note") == b"there\n"
+
+
+@every_backend
+async def test_a_paused_sandbox_can_be_closed(backend, opened):
+    sandbox = await opened(backend)
+    await sandbox.pause()
+    await sandbox.close()
+    with pytest.raises(SandboxError, match="is closed"):
+        await sandbox.read("note")
+
+
+@every_backend
+async def test_rollback_brings_back_what_was_changed_made_and_removed(backend, opened):
+    sandbox = await opened(backend, writable=("/logs/agent",))
+    for path in ("changed", "/tmp/removed", "/logs/agent/changed"):
+        await sandbox.write(path, b"before")
+    snapshot = await sandbox.snapshot()
+    for _ in range(2):
+        for path in ("changed", "made", "/tmp/removed", "/logs/agent/changed"):
+            await sandbox.write(path, b"after")
+        await sandbox.rollback(snapshot)
+        assert [await sandbox.read(path) for path in ("changed", "/tmp/removed", "/logs/agent/changed")] == [
+            b"before"
+        ] * 3
+        with pytest.raises(FileNotFoundError):
+            await sandbox.read("made")
+    await backend.drop(snapshot)
+    await backend.drop(snapshot)
+    with pytest.raises(ValueError, match="is not kept here"):
+        await sandbox.rollback(snapshot)
+
+
+@every_backend
+async def test_sandboxes_restored_from_one_snapshot_go_their_own_ways(backend, opened):
+    sandbox = await opened(backend)
+    await sandbox.write("state", b"shared")
+    first = await sandbox.snapshot()
+    await sandbox.write("state", b"later")
+    second = await sandbox.snapshot(first)
+    assert second.parent == first.id
+    names = (f"fork/{next(counter)}", f"fork/{next(counter)}")
+    a, b = await backend.restore(second, names)
+    await backend.drop(first)
+    await backend.drop(second)
+    try:
+        assert (a.name, b.name) == names
+        await sh(a, "echo a > state")
+        assert [await one.read("state") for one in (a, b, sandbox)] == [b"a\n", b"later", b"later"]
+        third = await sandbox.snapshot()
+        with pytest.raises(SandboxError, match="is open already"):
+            await backend.restore(third, (a.name,))
+        await backend.drop(third)
+    finally:
+        await a.close()
+        await b.close()
+
+
+@every_backend
+async def test_a_grading_fork_holds_what_lies_in_layers_too(backend, opened):
+    sandbox = await opened(backend)
+    await sandbox.write("old/below", b"1")
+    await sandbox.write("old/changed", b"1")
+    await backend.drop(await sandbox.snapshot())
+    await sandbox.write("old/changed", b"2")
+    fork = await sandbox.fork(SandboxSpec(name=f"graded/{next(counter)}", workdir="/work"))
+    try:
+        assert [await fork.read(name) for name in ("old/below", "old/changed")] == [b"1", b"2"]
+    finally:
+        await fork.close()
 
 
 # Real commands --------------------------------------------------------------------------------------------------------
@@ -515,3 +619,98 @@ async def test_capabilities_with_namespaces_name_how_memory_is_held(backend):
     capabilities = await backend.probe()
     assert (capabilities.isolation, capabilities.network_off, capabilities.process_limit) == ("namespaces", True, True)
     assert "memory is held by a control group" in capabilities.reason or "memory is sampled" in capabilities.reason
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+@local_backend
+async def test_what_a_command_does_to_a_layer_is_seen_from_outside(backend, opened):
+    sandbox = await opened(backend)
+    await sh(sandbox, "mkdir -p d/e gone && echo 1 > d/e/f && echo 1 > removed && echo 1 > gone/x && ln -s d/e link")
+    snapshot = await sandbox.snapshot()
+    done = await sh(
+        sandbox, "rm removed && rm -r gone && mkdir gone && echo 2 > gone/y && echo 2 >> d/e/f && mkdir d/e/new"
+    )
+    assert (done.exit_code, done.output) == (0, b"")
+    assert await sandbox.read("link/f") == b"1\n2\n"
+    assert await sandbox.read("gone/y") == b"2\n"
+    for path in ("removed", "gone/x"):
+        with pytest.raises(FileNotFoundError):
+            await sandbox.read(path)
+    await sandbox.write("removed", b"again")
+    await sandbox.write("d/e/g", b"beside")
+    await sandbox.write("gone/x/deep", b"a folder now")
+    assert (
+        await sh(sandbox, "cat removed d/e/g d/e/f gone/x/deep; ls gone")
+    ).output == b"againbeside1\n2\na folder nowx\ny\n"
+    fork = await sandbox.fork(SandboxSpec(name=f"merged/{next(counter)}"))
+    assert (await sh(fork, "cat d/e/f; ls gone; readlink link")).output == b"1\n2\nx\ny\nd/e\n"
+    await fork.close()
+    await sandbox.rollback(snapshot)
+    assert (await sh(sandbox, "cat removed gone/x; ls -R | wc -l")).output.startswith(b"1\n1\n")
+    await backend.drop(snapshot)
+
+
+@local_backend
+async def test_a_restored_sandbox_has_its_mounts(backend, opened, tmp_path):
+    (tmp_path / "given").write_bytes(b"given")
+    sandbox = await opened(backend, mounts=(Mount(source=str(tmp_path), target="/tests"),))
+    snapshot = await sandbox.snapshot()
+    (clone,) = await backend.restore(snapshot, (f"mounted/{next(counter)}",))
+    await backend.drop(snapshot)
+    assert (await clone.exec(Command(argv=("cat", "/tests/given"), timeout_s=10))).output == b"given"
+    await clone.close()
+
+
+@namespaces
+async def test_a_snapshot_copies_nothing_and_a_deep_stack_becomes_one_layer(backend, opened):
+    if (await backend.probe()).snapshots != "layers":
+        pytest.skip("this machine mounts no overlays")
+    before = set(backend.claim.folder.glob("layers/*"))
+    sandbox = await opened(backend)
+    await sh(sandbox, "head -c 1000000 /dev/zero > large; echo > d0")
+    inode = next(backend.claim.folder.glob(f"*{sandbox.name.split('/')[1]}/root/app/large")).stat().st_ino
+    kept = [await sandbox.snapshot()]
+    assert [path.stat().st_ino for path in backend.claim.folder.glob("layers/*/app/large")] == [inode]
+    for index in range(1, 40):
+        await sandbox.write(f"d{index}", b"x")
+        kept.append(await sandbox.snapshot(kept[-1]))
+    assert (await sh(sandbox, "ls | wc -l")).output == b"41\n"
+    await sandbox.rollback(kept[4])
+    assert (await sh(sandbox, "ls")).output == b"d0\nd1\nd2\nd3\nd4\nlarge\n"
+    for one in kept:
+        await backend.drop(one)
+    await sandbox.close()
+    assert set(backend.claim.folder.glob("layers/*")) == before
+
+
+@local_backend
+async def test_a_paused_command_stands_still_and_its_time_too(backend, opened):
+    sandbox = await opened(backend)
+    script = "for i in 1 2 3 4 5 6; do echo $i >> steps; sleep 0.1; done"
+    running_command = asyncio.create_task(sh(sandbox, script, timeout_s=1.5))
+    while True:
+        try:
+            await sandbox.read("steps")
+            break
+        except FileNotFoundError:
+            await asyncio.sleep(0.01)
+    await sandbox.pause()
+    await asyncio.sleep(0.3)
+    steps = next(backend.claim.folder.glob(f"*{sandbox.name.split('/')[1]}/root/app/steps"))
+    before = steps.read_bytes()
+    await asyncio.sleep(1.6)  # longer than its time limit
+    assert steps.read_bytes() == before
+    assert not running_command.done()
+    await sandbox.resume()
+    result = await running_command
+    assert (result.exit_code, result.timed_out) == (0, False)
+    assert steps.read_bytes() == b"1\n2\n3\n4\n5\n6\n"
+
+
+@local_backend
+async def test_a_command_cannot_keep_processes_in_a_local_sandbox(backend, opened):
+    sandbox = await opened(backend)
+    with pytest.raises(ValueError, match="leave keep_processes out"):
+        await sh(sandbox, "true", keep_processes=True)

@@ -11,6 +11,7 @@ import pytest
 
 from everlong.contracts.errors import SandboxError, WorkspaceTooLarge
 from everlong.environments.sandboxes.folders import Territory
+from everlong.environments.sandboxes.layers import opaque_mark
 from everlong.environments.sandboxes.trees import TreeSize, copy_tree, remove_tree
 
 DEEP = 3000
@@ -185,3 +186,115 @@ def test_a_link_through_a_thousand_folders_is_refused_before_each_is_held_open(t
         territory.read("deep/file", 10)
     assert len(os.listdir("/proc/self/fd")) == opened
     remove_tree(tmp_path / "app")
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+def make_layers(folder: Path, *scripts: str) -> tuple[Path, ...]:
+    """One per script, top first."""
+    made = []
+    for index, script in enumerate(scripts):
+        (folder / f"layer{index}").mkdir()
+        run_in(folder / f"layer{index}", script)
+        made.append(folder / f"layer{index}")
+    return tuple(made)
+
+
+def test_layers_are_copied_as_what_they_show_together(source, target):
+    stack = make_layers(
+        source,
+        "os.makedirs('union/in'); open('union/in/top', 'w').write('3'); open('changed', 'w').write('3');"
+        "os.mkdir('was-file'); open('was-folder', 'w').write('3'); os.mkdir('union/back'); os.chmod('union', 0o750)",
+        "open('changed', 'w').write('22'); os.mkdir('was-folder'); open('was-folder/x', 'w'); open('union', 'w')",
+        "os.makedirs('union/in'); open('union/in/hidden', 'w').write('1' * 99); open('was-file', 'w'); open('low', 'w').write('1')",
+    )
+    size = copy_tree(stack, target, None)
+    shown = sorted(str(path.relative_to(target)) for path in target.rglob("*"))
+    assert shown == sorted(
+        ["union", "union/in", "union/in/top", "union/back", "changed", "was-file", "was-folder", "low"]
+    )
+    assert size.entries == len(shown), "what is hidden counts nothing"
+    assert [(target / name).read_text() for name in ("union/in/top", "changed", "was-folder", "low")] == [
+        "3",
+        "3",
+        "3",
+        "1",
+    ]
+    assert (target / "was-file").is_dir() and (target / "union").stat().st_mode & 0o777 == 0o750
+
+
+def test_whiteouts_and_opaque_folders_hide_what_lies_below(source, target):
+    stack = make_layers(
+        source,
+        "os.mkdir('opaque'); open('opaque/new', 'w'); os.mkdir('open')",
+        "os.makedirs('opaque/old'); os.mkdir('open'); open('open/seen', 'w'); open('removed', 'w')",
+    )
+    try:
+        os.mknod(stack[0] / "removed", 0o20000, os.makedev(0, 0))
+        os.setxattr(stack[0] / "opaque", opaque_mark(), b"y")
+    except OSError as error:
+        pytest.skip(f"no overlay's marks can be made here: {error}")
+    copy_tree(stack, target, None)
+    assert sorted(str(path.relative_to(target)) for path in target.rglob("*")) == [
+        "opaque",
+        "opaque/new",
+        "open",
+        "open/seen",
+    ]
+
+
+def test_a_chain_that_ends_in_another_layer_than_it_began_is_copied_to_both_ends(source, target):
+    chain = "for _ in range({}): os.mkdir('d'); os.chdir('d')\nopen('end{}', 'w').write('here')"
+    stack = make_layers(source, chain.format(DEEP // 2, 0), chain.format(DEEP, 1), "open('low', 'w')")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 20, limits[1]))
+    try:
+        assert copy_tree(stack, target, None).entries == DEEP + 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(os.listdir("/proc/self/fd")) == opened
+    run_in(
+        target,
+        f"for _ in range({DEEP // 2}): os.chdir('d')\nassert open('end0').read() == 'here'\n"
+        f"for _ in range({DEEP - DEEP // 2}): os.chdir('d')\nassert open('end1').read() == 'here'",
+    )
+
+
+def test_layers_that_are_too_large_together_are_refused_and_left_as_they_were(source, target):
+    stack = make_layers(
+        source,
+        "os.makedirs('a/b'); open('a/b/1', 'wb').write(bytes(1 << 16)); os.chmod('a/b', 0); os.chmod('a', 0o500)",
+        "os.makedirs('a/b'); open('a/b/2', 'wb').write(bytes(1 << 16)); os.chmod('a/b', 0o100); os.chmod('a', 0)",
+    )
+    size = copy_tree(stack, target, None)
+    assert size.entries == 4 and size.size_bytes >= 2 << 16
+    remove_tree(target)
+    target.mkdir()
+    with pytest.raises(WorkspaceTooLarge, match="may hold 4 names"):
+        copy_tree(stack, target, None, TreeSize(4, size.size_bytes - 1))
+    assert [(layer / "a").stat().st_mode & 0o777 for layer in stack] == [0o500, 0]
+    for layer in stack:
+        (layer / "a").chmod(0o700)
+    assert [(layer / "a/b").stat().st_mode & 0o777 for layer in stack] == [0, 0o100]
+
+
+def test_a_copy_of_layers_that_keeps_owners_gives_links_and_folders_back_too(source, target):
+    if os.geteuid() != 0:
+        pytest.skip("only root may give files away")
+    (stack,) = make_layers(source, "os.mkdir('d'); open('d/f', 'w'); os.symlink('f', 'd/link')")
+    for path in ("d", "d/f", "d/link"):
+        os.chown(stack / path, 1234, 4321, follow_symlinks=False)
+    copy_tree((stack,), target, None, keep_owners=True)
+    for path in ("d", "d/f", "d/link"):
+        status = (target / path).lstat()
+        assert (status.st_uid, status.st_gid) == (1234, 4321), path
+
+
+def test_what_stands_in_a_trees_place_is_removed_and_not_what_it_points_to(tmp_path):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "link").symlink_to("kept")
+    remove_tree(tmp_path / "link")
+    remove_tree(tmp_path / "absent")
+    assert os.listdir(tmp_path) == ["kept"]
