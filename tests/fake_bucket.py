@@ -53,6 +53,7 @@ class Bucket(BaseHTTPRequestHandler):
 @contextmanager
 def fake_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Its URL; the environment is the one that reaches it."""
+    Bucket.objects.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
