@@ -240,8 +240,7 @@ async def test_an_engine_of_ours_and_a_server_that_dies_serve_one_run_and_no_epi
     monkeypatch.setenv("FAKE_VLLM_FAULTS", str(faults))
     monkeypatch.setattr(pool, "LAG_S", 300.0)  # until the server has started
     (faults / "die").touch()
-    narrow = SMALL.model_copy(update={"max_running": 2})  # the server has requests although it was slow when it died
-    mixed = PoolConfig(members=(narrow, VllmConfig(python=write_python(tmp_path))), mismatch_tokens=50)
+    mixed = PoolConfig(members=(SMALL, VllmConfig(python=write_python(tmp_path))), mismatch_tokens=50)
     config, sink = config_of(tmp_path / "run", mixed).model_copy(update={"numerics": "fast"}), MemorySink()
     await drive(config, sink)
     assert not (faults / "die").exists(), "it died"

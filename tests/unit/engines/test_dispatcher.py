@@ -67,6 +67,20 @@ def test_an_engine_that_is_three_times_as_fast_gets_three_quarters_of_the_reques
     assert [ask(pool, ticket, at_s=10.0) for ticket in range(40)].count(0) == 30
 
 
+def test_an_engine_that_was_slow_once_or_never_measured_gets_one_turn_after_every_update():
+    """Else it would get nothing while the others have free slots, and nobody would see how fast it is."""
+    pool = serving(64, 64, 1)
+    assert [ask(pool, ticket) for ticket in (100, 101)] == [0, 1]
+    pool.on_event(Answered(100, num_tokens=300, at_s=1.0))
+    pool.on_event(Answered(101, num_tokens=3, at_s=100.0))
+    assert [ask(pool, ticket, "long", at_s=100.0) for ticket in range(3)] == [2, 0, 0], "a turn, not the episode"
+    assert [ask(pool, ticket, at_s=100.0) for ticket in range(3, 9)] == [0] * 6
+    pool.on_event(VersionWanted(2))
+    for engine in range(3):
+        pool.on_event(Updated(engine, 2, 100.0))
+    assert [ask(pool, ticket, at_s=100.0) for ticket in range(20, 26)] == [1, 0, 0, 0, 0, 0], "the others have some"
+
+
 def test_an_engine_without_a_free_slot_is_asked_last_however_fast():
     pool = serving(1, 1)
     assert [ask(pool, ticket) for ticket in (100, 101)] == [0, 1]
