@@ -46,7 +46,8 @@ def where(action):
 
 
 def measured(*parts):
-    return Measured(tuple(EngineMismatch(engine=e, age=a, num_tokens=n, total=n * mean) for e, a, n, mean in parts))
+    mismatch = (EngineMismatch(engine=e, age=a, num_tokens=n, total=n * mean) for e, a, n, mean in parts)
+    return Measured(tuple(mismatch), at_s=0.0)
 
 
 def states(pool):
@@ -153,6 +154,16 @@ def test_a_request_waits_for_the_one_that_is_being_updated_and_for_nobody_else()
     assert pool.num_waiting == 1
     assert pool.on_event(UpdateFailed(0, "gone", False, 1.0)) == []
     assert pool.on_event(Updated(1, 2, 2.0)) == [Send(1, 1)]
+
+
+def test_a_request_does_not_wait_for_an_engine_that_is_quarantined_while_it_is_updated():
+    pool = serving(4, 4, 4)
+    pool.on_event(VersionWanted(2))
+    pool.on_event(Updated(0, 2, 1.0))
+    assert pool.on_event(UpdateFailed(1, "gone", False, 1.0)) == []
+    assert ask(pool, 0, min_policy_version=2) == 0
+    assert pool.on_event(Broke(0, "lost", 1.0)) == [], "it waits for the third"
+    assert pool.on_event(measured((2, 0, 100, 9.0))) == [Refuse(0)]
 
 
 def test_a_version_that_nobody_can_reach_leaves_every_engine_as_it_was():
@@ -307,9 +318,10 @@ class FaultSchedules(RuleBasedStateMachine):
     @rule(engine=st.integers(0, NUM - 1), mean=st.sampled_from([0.0, 5.0]))
     def a_batch_is_trained(self, engine, mean):
         """Those that are left are good; one engine of the pool always stays."""
-        self.take(self.pool.on_event(measured((engine, 0, 10, mean))))
+        actions = self.pool.on_event(measured((engine, 0, 10, mean)))
         if mean:
             self.quarantined.add(engine)
+        self.take(actions)
         assert (self.pool.members()[engine].state is MemberState.QUARANTINED) == (engine in self.quarantined)
 
     @invariant()

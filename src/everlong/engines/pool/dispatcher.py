@@ -122,7 +122,7 @@ class Dispatcher:
                 return self._update_failed(event)
             case Measured():
                 self._judge(event.mismatch)
-                return []
+                return self._place_waiting(event.at_s)
 
     # What is known ---------------------------------------------------------------------------------------------------
 

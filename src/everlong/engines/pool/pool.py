@@ -126,7 +126,7 @@ class EnginePool:
         )
 
     async def judge(self, mismatch: tuple[EngineMismatch, ...]) -> tuple[MemberStatus, ...]:
-        self._decide(events.Measured(mismatch))
+        self._decide(events.Measured(mismatch, self._now_s()))
         return self._dispatcher.members()
 
     async def close(self) -> None:
