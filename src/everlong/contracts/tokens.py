@@ -1,7 +1,8 @@
 """Per-token streams in one columnar record that slices, joins and pads itself.
 
 A new stream is one new row in `STREAMS`; nobody keeps parallel lists by hand. Absent is absent, never 0: a token that
-was not sampled has logprob NaN, version -1 and an empty kept set; a token without verdict has credit NaN.
+was not sampled has logprob NaN, version -1 and an empty kept set; a token without verdict has credit NaN, and one that
+teaches no critic has returns NaN.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ STREAMS: dict[str, Stream] = {
     "versions": Stream("int32", NO_VERSION),
     "temperatures": Stream("float32", np.nan),
     "credit": Stream("float32", np.nan),
+    "returns": Stream("float32", np.nan),
 }
 
 
@@ -99,8 +101,13 @@ class TokenColumns:
     credit: np.ndarray
     """float32[T], advantage per token; NaN where there is no verdict."""
     kept: KeptSets = field(default_factory=lambda: KeptSets.empty(0))
+    returns: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    """float32[T], what a critic's value of the state before the token is pulled to; NaN where none learns from it, and everywhere
+    where the stream is left out, as in records that are older than it."""
 
     def __post_init__(self) -> None:
+        if not len(self.returns):
+            object.__setattr__(self, "returns", np.full(len(self.ids), np.nan, np.float32))
         lengths = {name: len(getattr(self, name)) for name in (*STREAMS, "kept")}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"every per-token stream needs the length of the ids, got {lengths}: refuse the record")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from everlong.contracts.config import Config
+from everlong.trainer.critic_config import BoundedHead, CriticConfig, LinearHead
 from everlong.trainer.kl_config import AnyKl, KlConfig, KlLoss, KlReward, NoKl
 from everlong.trainer.loss_config import (
     AnyLoss,
@@ -16,6 +17,7 @@ from everlong.trainer.loss_config import (
     GspoTokenConfig,
     KimiConfig,
     LossConfig,
+    PpoConfig,
     Reduction,
     ReinforceConfig,
     SapoConfig,
@@ -41,8 +43,10 @@ __all__ = [
     "AnyKl",
     "AnyLoss",
     "AnyOptimizer",
+    "BoundedHead",
     "CispoConfig",
     "CorrectionConfig",
+    "CriticConfig",
     "DapoConfig",
     "DoubleSidedMask",
     "DrGrpoConfig",
@@ -53,12 +57,14 @@ __all__ = [
     "KlConfig",
     "KlLoss",
     "KlReward",
+    "LinearHead",
     "LossConfig",
     "MisPo",
     "MuonConfig",
     "NoCorrection",
     "NoKl",
     "OptimizerConfig",
+    "PpoConfig",
     "RatioConfig",
     "Reduction",
     "ReinforceConfig",

@@ -38,6 +38,8 @@ class PreparedMicroBatch:
     behaviour_P: Tensor
     """Logprobs at sampling."""
     credit_P: Tensor
+    returns_P: Tensor
+    """What a critic's values are pulled to; NaN where none learns."""
     branches: Branches
     """Of the rows that the policy sampled."""
 
@@ -47,6 +49,21 @@ class PreparedBatch:
     micro_batches: tuple[PreparedMicroBatch, ...]
     denominator: int
     num_trained: int
+
+    @property
+    def num_policy(self) -> int:
+        """Trained tokens that the policy sampled."""
+        return sum(len(micro_batch.policy_P) for micro_batch in self.micro_batches)
+
+    @property
+    def returns(self) -> Tensor:
+        """Of all of them, micro-batch after micro-batch."""
+        return torch.cat([torch.zeros(0), *(micro_batch.returns_P for micro_batch in self.micro_batches)])
+
+    @property
+    def credit(self) -> Tensor:
+        """The same tokens' credit."""
+        return torch.cat([torch.zeros(0), *(micro_batch.credit_P for micro_batch in self.micro_batches)])
 
     @property
     def branches(self) -> Branches:
@@ -101,6 +118,7 @@ def _prepare(micro_batch: MicroBatch, rows: Rows, owners: TokenOwners, weights: 
         supervised_S=torch.from_numpy(np.flatnonzero(~sampled)),
         behaviour_P=torch.from_numpy(columns.logprobs[tokens][sampled]),
         credit_P=torch.from_numpy(columns.credit[tokens][sampled]),
+        returns_P=torch.from_numpy(columns.returns[tokens][sampled]),
         branches=Branches(torch.from_numpy(index.reshape(-1)), len(branches)),
     )
 

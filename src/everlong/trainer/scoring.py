@@ -27,15 +27,20 @@ class RowScores:
     """Logprob over the whole vocabulary; `logprobs_R` itself where nothing was truncated or nobody asked."""
 
 
-def score_rows(
-    model: Llama, micro_batch: MicroBatch, rows: Rows, head_chunk_tokens: int, *, full: bool = False
-) -> RowScores:
-    """`full`: the untruncated logprobs too, which costs a second pass through the head."""
+def hidden_states(model: Llama, micro_batch: MicroBatch) -> Tensor:
+    """float32 [T, M], of every token behind what stands before it on its path."""
     segments = [(segment.parent, segment.start, segment.length) for segment in micro_batch.segments]
     attend = TreeAttention(segments, model.config.head_dim**-0.5, model.numerics)
     ids = torch.from_numpy(micro_batch.columns.ids.astype(np.int64))
     positions = torch.from_numpy(micro_batch.positions().astype(np.int64))
-    hidden_TM = model(ids, positions, attend)
+    return model(ids, positions, attend)
+
+
+def score_rows(
+    model: Llama, micro_batch: MicroBatch, rows: Rows, head_chunk_tokens: int, *, full: bool = False
+) -> RowScores:
+    """`full`: the untruncated logprobs too, which costs a second pass through the head."""
+    hidden_TM = hidden_states(model, micro_batch)
     hidden_RM = hidden_TM[rows.predecessors_R]
 
     def logprobs(kept: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
