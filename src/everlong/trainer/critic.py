@@ -76,9 +76,25 @@ class Critic:
         nothing = np.float32(np.nan)
         return StateValues(np.where(asked, own[previous], nothing), np.where(asked, own, nothing))
 
+    def check(self, batch: PreparedBatch) -> None:
+        """Raises ValueError where a sampled token has no return, or one that the head cannot reach."""
+        returns = batch.returns
+        if not returns.isfinite().all():
+            raise ValueError(
+                f"{int((~returns.isfinite()).sum())} sampled tokens have no return for the critic: make credit of values "
+                "before the batch is trained"
+            )
+        head = self._config.head
+        if not isinstance(head, BoundedHead):
+            return
+        if ((returns < head.low - ROUNDING) | (returns > head.high + ROUNDING)).any():
+            raise ValueError(
+                f"returns reach from {float(returns.min()):.4g} to {float(returns.max()):.4g}, the critic's head from "
+                f"{head.low} to {head.high}: set critic.head.low and critic.head.high to the range of the rewards"
+            )
+
     def train(self, batch: PreparedBatch, num_batches: int, tally: Tally) -> None:
-        """The batch's steps. Raises ValueError where a sampled token has no return, or one that the head cannot reach."""
-        self._check(batch.returns)
+        """The steps of a batch that was checked."""
         self._start()
         rate = learning_rate(self._optimizer_config, int(self._num_batches))
         for update in range(self._config.updates_per_batch):
@@ -118,21 +134,6 @@ class Critic:
             self.network.start_from(self._policy)
             self._optimizer.reset()
             self._started = torch.ones(())
-
-    def _check(self, returns: Tensor) -> None:
-        if not returns.isfinite().all():
-            raise ValueError(
-                f"{int((~returns.isfinite()).sum())} sampled tokens have no return for the critic: make credit of values "
-                "before the batch is trained"
-            )
-        head = self._config.head
-        if isinstance(head, BoundedHead) and (
-            returns.min() < head.low - ROUNDING or returns.max() > head.high + ROUNDING
-        ):
-            raise ValueError(
-                f"returns reach from {float(returns.min()):.4g} to {float(returns.max()):.4g}, the critic's head from "
-                f"{head.low} to {head.high}: set critic.head.low and critic.head.high to the range of the rewards"
-            )
 
 
 def value_gradient(network: ValueNetwork, batch: PreparedBatch) -> ValueGradient:

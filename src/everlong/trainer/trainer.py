@@ -212,8 +212,10 @@ class PolicyTrainer:
             )
 
     def _refuse_untaught(self, batch: PreparedBatch) -> None:
-        """Raises ValueError for returns without a critic. What a critic cannot learn from it refuses itself."""
-        if self._critic is None and bool(batch.returns.isfinite().any()):
+        """Raises ValueError for returns that no critic reads, and where the critic cannot learn from them."""
+        if self._critic is not None:
+            self._critic.check(batch)
+        elif bool(batch.returns.isfinite().any()):
             raise ValueError(
                 "the batch holds returns for a critic, and this trainer has none: build it with one, or leave them out"
             )
