@@ -11,7 +11,7 @@ SEAWEEDFS_VENV := .venv-seaweedfs
 SEAWEEDFS_STAMP := $(SEAWEEDFS_VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup vllm seaweedfs train test unit loop system gvisor campaign study-learning peers check format docs clean help
+.PHONY: setup vllm seaweedfs train test unit loop system gvisor campaign study-learning study-schedules peers check format docs clean help
 
 help:
 	@echo "make setup   install everlong into $(VENV); the command is $(BIN)/everlong"
@@ -23,6 +23,7 @@ help:
 	@echo "make gvisor  fetches gVisor's runsc into a cache folder (sandbox.type=gvisor); skipped aloud where it cannot be had"
 	@echo "make check   lint, types, import contracts"
 	@echo "make study-learning  RL against more imitation and shuffled rewards, three seeds, about an hour"
+	@echo "make study-schedules  the quickstart in rounds, partial and asynchronous, half an hour"
 	@echo "make peers   what the benches engine and step are measured against: transformers and TRL, 1.3 GB"
 	@echo "make campaign  kill -9 campaign on a real run; writes docs/evidence/"
 
@@ -69,6 +70,9 @@ gvisor:
 
 study-learning: $(STAMP)
 	$(BIN)/python -m tests.study.learning
+
+study-schedules: $(STAMP)
+	$(BIN)/python -m tests.study.schedules
 
 campaign: $(STAMP)
 	$(BIN)/python -m tests.campaign.kill --kills 10

@@ -9,6 +9,7 @@ import pytest
 
 from everlong.contracts.errors import EngineError, StaleWeights
 from everlong.contracts.records import FinishReason, GenerateRequest, SamplingKey, SamplingParams
+from everlong.engines.pool.pool import EnginePool
 from everlong.engines.scripted import Fault, ScriptedEngine
 from everlong.models.llama.config import LlamaConfig
 from everlong.models.llama.model import Llama
@@ -185,10 +186,16 @@ async def test_max_tokens_shrinks_to_what_the_context_leaves(engine):
     assert (len(reply.columns), reply.finish_reason) == (1, FinishReason.LENGTH)
 
 
+def scripted_in(engine):
+    """The scripted engines that answer for it."""
+    members = engine.members if isinstance(engine, EnginePool) else [engine]
+    return [member for member in members if isinstance(member, ScriptedEngine)]
+
+
 async def hold(engine):
     """A request that is certainly still running, as a task."""
-    if isinstance(engine, ScriptedEngine):
-        engine.inject(Fault.STALL)
+    for scripted in scripted_in(engine):
+        scripted.inject(Fault.STALL)
     task = asyncio.create_task(engine.generate(ask(max_tokens=HELD_TOKENS, request_id="held")))
     for _ in range(10_000):
         await asyncio.sleep(0)
@@ -201,8 +208,8 @@ async def test_an_update_in_the_middle_of_a_request_shows_in_the_versions_of_its
     await engine.update(3)
     task = await hold(engine)
     await engine.update(4)
-    if isinstance(engine, ScriptedEngine):
-        engine.resume()
+    for scripted in scripted_in(engine):
+        scripted.resume()
     versions = (await task).columns.versions.tolist()
     assert len(versions) == HELD_TOKENS
     assert versions == sorted(versions) and set(versions) <= {3, 4} and versions[-1] == 4

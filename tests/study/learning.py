@@ -57,7 +57,7 @@ NUM_TRAIN, NUM_EVAL, NUM_OTHER_KINDS = 600, 200, 60
 NUM_SHOWN = 12
 NUM_WARMUP, NUM_RL = 18, 14
 COMMAND = (sys.executable, "-c", "from everlong.cli.main import main; main()")
-PATHS = ("src/everlong", "tests/study")
+PATHS = ("src/everlong", "tests/study/learning.py")
 
 Success = Mapping[str, Sequence[float]]
 """By task, 1 for each attempt that succeeded and 0 for each other."""

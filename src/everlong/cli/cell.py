@@ -16,7 +16,7 @@ from everlong.cli.rendering import checkpoint_companions, make_renderer
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.ports import Engine, ObjectStore, Trainer
 from everlong.contracts.records import GenerateRequest
-from everlong.engines.config import EmbeddedConfig, VllmConfig
+from everlong.engines.config import EmbeddedConfig, PoolConfig, VllmConfig
 from everlong.models.adapter_config import LoraConfig
 from everlong.models.config import FolderModel, HubModel, ModelConfig, ScriptedModel, Smollm2Model, ToyModel
 from everlong.models.source import ModelSource, find_model
@@ -98,9 +98,7 @@ class _Making:
         config = self.config
         if isinstance(config.model, ScriptedModel):
             return _scripted_engine(config, self.source, self.store)
-        if isinstance(config.engine, VllmConfig):
-            return _vllm_engine(config, config.engine, self.source, self.store, self.folder)
-        return _torch_engine(config, config.engine, self.source, self.store, lease)
+        return _engine(config, self.source, self.store, self.folder, lease)
 
     def trainer(self, lease: asyncio.Lock) -> Trainer:
         config, publisher = self.config, WeightPublisher(self.store, self.config.weights.anchor_every)
@@ -126,6 +124,25 @@ class _Making:
         )
 
 
+def _engine(
+    config: RunConfig, source: ModelSource, store: ObjectStore, folder: RunFolder, lease: asyncio.Lock
+) -> Engine:
+    """The run's engine, or its pool of them; what they share of the machine they take turns on, by the lease."""
+
+    def one(settings: EmbeddedConfig | VllmConfig, log: str) -> Engine:
+        if isinstance(settings, VllmConfig):
+            return _vllm_engine(config, settings, source, store, folder, log)
+        return _torch_engine(config, settings, source, store, lease)
+
+    if not isinstance(config.engine, PoolConfig):
+        return one(config.engine, "vllm.log")
+    from everlong.engines.pool.pool import EnginePool
+
+    engine = config.engine
+    members = [one(settings, f"{name}.log") for settings, name in zip(engine.members, engine.names, strict=True)]
+    return EnginePool(members, engine)
+
+
 def _torch_engine(
     config: RunConfig, settings: EmbeddedConfig, source: ModelSource, store: ObjectStore, lease: asyncio.Lock
 ) -> Engine:
@@ -142,7 +159,7 @@ def _torch_engine(
 
 
 def _vllm_engine(
-    config: RunConfig, settings: VllmConfig, source: ModelSource, store: ObjectStore, folder: RunFolder
+    config: RunConfig, settings: VllmConfig, source: ModelSource, store: ObjectStore, folder: RunFolder, log: str
 ) -> Engine:
     """The server computes in processes of its own, beside the trainer, and shares no lease with it."""
     from everlong.engines.vllm_engine.engine import VllmEngine
@@ -156,7 +173,7 @@ def _vllm_engine(
         server = GivenServer(settings.url, settings.start_timeout_s)
     else:
         model = ServedModel(shape.to_hf(), config.model.dtype, context)
-        server = StartedServer(settings, model, log=folder.path / "vllm.log", threads=config.threads)
+        server = StartedServer(settings, model, log=folder.path / log, threads=config.threads)
     return VllmEngine(
         server,
         WeightReader(store),

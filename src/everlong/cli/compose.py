@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import cast
 
 from blake3 import blake3
 
@@ -14,8 +15,9 @@ from everlong.cli.rendering import make_renderer
 from everlong.cli.run_folder import RunFolder
 from everlong.cli.toml import config_text
 from everlong.cli.traces import OracleTraces
-from everlong.contracts.ports import Engine, MetricSink, SandboxBackend, Trainer
+from everlong.contracts.ports import Engine, MetricSink, PooledEngine, SandboxBackend, Trainer
 from everlong.contracts.records import EpisodeOrder
+from everlong.engines.config import PoolConfig
 from everlong.environments.grading.grader import open_grader
 from everlong.environments.grading.verifier import check_verdict_paths
 from everlong.environments.sandboxes.opening import open_backend
@@ -238,4 +240,5 @@ def _parts(
         worker_lost=cell.lost,
         pause=sampling.pause,
         apart=cell.apart,
+        judge=cast("PooledEngine", cell.engine).judge if isinstance(config.engine, PoolConfig) else None,
     )

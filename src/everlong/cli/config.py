@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from everlong.cli.ineffective import refuse_ineffective
 from everlong.contracts.config import Config
 from everlong.contracts.records import SamplingParams
-from everlong.engines.config import EmbeddedConfig, EngineConfig, VllmConfig
+from everlong.engines.config import EmbeddedConfig, EngineConfig, VllmConfig, engines_of
 from everlong.environments.grading.config import GradingConfig
 from everlong.environments.sandboxes.config import SandboxConfig
 from everlong.environments.tasks.config import TasksConfig
@@ -142,27 +142,27 @@ class RunConfig(Config):
             )
 
     def _check_engine(self) -> None:
-        """What a vLLM server cannot give. Raises ValueError."""
-        if not isinstance(self.engine, VllmConfig):
-            return
-        if self.model.type == "scripted":
+        """What a vLLM server, alone or in a pool, cannot give. Raises ValueError."""
+        if self.model.type == "scripted" and not isinstance(self.engine, EmbeddedConfig):
             raise ValueError(
-                "engine.type=vllm has no effect with model.type=scripted, which samples by itself: leave it out"
+                f"engine.type={self.engine.type} has no effect with model.type=scripted, which samples by itself: leave it out"
             )
-        if self.numerics == "aligned":
+        servers = [engine for engine in engines_of(self.engine) if isinstance(engine, VllmConfig)]
+        if servers and self.numerics == "aligned":
             raise ValueError(
-                "numerics=aligned means that engine and trainer agree to the bit, which vLLM's kernels do not: set "
-                "engine.type to embedded, or numerics to fast"
+                "numerics=aligned means that engine and trainer agree to the bit, which vLLM's kernels do not: take engines "
+                "of type embedded only, or set numerics to fast"
             )
-        if self.adapter.type == "lora":
+        if servers and self.adapter.type == "lora":
             raise ValueError(
-                "engine.type=vllm loads whole weights, and with adapter.type=lora a version holds adapters alone: set "
-                "engine.type to embedded, or adapter.type to none"
+                "an engine of type vllm loads whole weights, and with adapter.type=lora a version holds adapters alone: take "
+                "engines of type embedded only, or set adapter.type to none"
             )
-        if self.sampling.top_p < 1 and not self.sampling.top_k and not self.engine.returns_sampling_mask:
+        without_mask = any(not server.returns_sampling_mask for server in servers)
+        if without_mask and self.sampling.top_p < 1 and not self.sampling.top_k:
             raise ValueError(
                 f"sampling.top_p={self.sampling.top_p} is replayed in training over the kept set of every token, which "
-                "engine.type=vllm gives only where sampling.top_k bounds it: set sampling.top_k as well, or top_p to 1"
+                "an engine of type vllm gives only where sampling.top_k bounds it: set sampling.top_k as well, or top_p to 1"
             )
 
     def _check_method(self) -> None:

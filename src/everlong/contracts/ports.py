@@ -9,10 +9,12 @@ from typing import Literal, Protocol
 import msgspec
 
 from everlong.contracts.records import (
+    EngineMismatch,
     EngineStatus,
     GenerateReply,
     GenerateRequest,
     Limits,
+    MemberStatus,
     PublishedVersion,
     Record,
     ScoredColumns,
@@ -50,6 +52,15 @@ class Engine(Protocol):
     async def status(self) -> EngineStatus: ...
 
     async def close(self) -> None: ...
+
+
+class PooledEngine(Engine, Protocol):
+    """Several engines behind one port. Their tokens say which of them sampled each (`TokenColumns.engines`)."""
+
+    async def judge(self, mismatch: tuple[EngineMismatch, ...]) -> tuple[MemberStatus, ...]:
+        """Take note of what training measured; says how every engine stands after that. One that is too far from the trainer
+        is quarantined. Where that leaves none, requests wait until the pool is closed."""
+        ...
 
 
 class Trainer(Protocol):

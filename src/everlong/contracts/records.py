@@ -146,6 +146,35 @@ class EngineStatus(Record, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
 
 
+class MemberState(StrEnum):
+    """Of an engine of a pool."""
+
+    JOINING = "joining"
+    """It has held no version yet."""
+    SERVING = "serving"
+    FAILED = "failed"
+    """It gets no requests until it holds a version again."""
+    QUARANTINED = "quarantined"
+    """What it says is too far from the trainer: it gets no requests any more."""
+
+
+class MemberStatus(Record, frozen=True, kw_only=True):
+    """How one engine of a pool stands.
+
+    Example: MemberStatus(engine="1-vllm", state=MemberState.SERVING, policy_version=8, mismatch=0.04, num_measured=1213)
+    """
+
+    engine: str
+    state: MemberState
+    policy_version: int
+    mismatch: float | None = None
+    """Mean |log(p/q)| in nats of its newest measured tokens, beyond what the age of their version explains; None without any."""
+    num_measured: int = 0
+    """Tokens in that mean."""
+    reason: str = ""
+    """Why it failed or is quarantined, and what to do."""
+
+
 # Trajectories --------------------------------------------------------------------------------------------------------
 
 
@@ -314,12 +343,26 @@ class ScoredColumns(Record, frozen=True, kw_only=True, eq=False):
     policy_version: int
 
 
+class EngineMismatch(Record, frozen=True, kw_only=True):
+    """How far the trainer was from what one engine of a pool recorded, over trained tokens of one age."""
+
+    engine: int
+    """Its number in the pool."""
+    age: int
+    """Policy versions between the one that sampled and the one that trains."""
+    num_tokens: int
+    total: float
+    """Sum of |log(p0/q)| in nats."""
+
+
 class TrainReport(Record, frozen=True, kw_only=True):
     batch: int
     policy_version: int
     """Grows by one per batch; the version that `publish` will name."""
     num_updates: int
     metrics: dict[str, float]
+    mismatch: tuple[EngineMismatch, ...] = ()
+    """By engine and age, where the tokens say which engine sampled them."""
 
 
 class TrainerStatus(Record, frozen=True, kw_only=True):

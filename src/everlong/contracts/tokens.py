@@ -17,6 +17,8 @@ import numpy as np
 
 NO_VERSION = -1
 """Version of a token that no policy sampled."""
+NO_ENGINE = -1
+"""Engine of a token that none sampled, or of which nobody said which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ STREAMS: dict[str, Stream] = {
     "temperatures": Stream("float32", np.nan),
     "credit": Stream("float32", np.nan),
     "returns": Stream("float32", np.nan),
+    "engines": Stream("int16", NO_ENGINE),
 }
 
 
@@ -101,12 +104,17 @@ class TokenColumns:
     credit: np.ndarray
     """float32[T], advantage per token; NaN where there is no verdict."""
     kept: KeptSets = field(default_factory=lambda: KeptSets.empty(0))
+    engines: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int16))
+    """int16[T], number of the engine of a pool that sampled the token; `NO_ENGINE` where none did or a run has only one. Left
+    out, as in episodes stored before there were pools, it is absent."""
     returns: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     """float32[T], what a critic's value of the state before the token is pulled to; NaN where none learns from it, and everywhere
     where the stream is left out, as in records that are older than it."""
 
     def __post_init__(self) -> None:
-        if not len(self.returns):
+        if not len(self.engines) and len(self.ids):
+            object.__setattr__(self, "engines", np.full(len(self.ids), NO_ENGINE, np.int16))
+        if not len(self.returns) and len(self.ids):
             object.__setattr__(self, "returns", np.full(len(self.ids), np.nan, np.float32))
         lengths = {name: len(getattr(self, name)) for name in (*STREAMS, "kept")}
         if len(set(lengths.values())) > 1:

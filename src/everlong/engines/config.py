@@ -123,7 +123,37 @@ class VllmConfig(Config):
         return _context(self.max_context, max_positions)
 
 
-EngineConfig = Annotated[EmbeddedConfig | VllmConfig, Field(discriminator="type")]
+MemberConfig = Annotated[EmbeddedConfig | VllmConfig, Field(discriminator="type")]
+
+
+class PoolConfig(Config):
+    """Several engines that serve one run."""
+
+    type: Literal["pool"] = "pool"
+    members: tuple[MemberConfig, ...] = Field(min_length=1, max_length=1000)
+    """The engines, each with the settings of its type: [[engine.members]] tables in a file."""
+    mismatch_bound: float = Field(0.3, gt=0, allow_inf_nan=False)
+    """Nats per token by which an engine's logprobs may differ from the trainer's in the mean; beyond it is quarantined."""
+    mismatch_tokens: int = Field(1000, ge=1)
+    """Newest tokens of an engine over which that mean is taken; with fewer it is not judged."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the members, in their order: "0-embedded", "1-vllm"."""
+        return tuple(f"{number}-{member.type}" for number, member in enumerate(self.members))
+
+    def context(self, max_positions: int) -> int:
+        """Tokens that every member has for a request. Raises ValueError where they do not fit into one."""
+        return min(member.context(max_positions) for member in self.members)
+
+
+AnyEngineConfig = EmbeddedConfig | VllmConfig | PoolConfig
+EngineConfig = Annotated[AnyEngineConfig, Field(discriminator="type")]
+
+
+def engines_of(config: AnyEngineConfig) -> tuple[EmbeddedConfig | VllmConfig, ...]:
+    """The engines that sample: a pool's members, or the one."""
+    return config.members if isinstance(config, PoolConfig) else (config,)
 
 
 def _context(wanted: int | None, max_positions: int) -> int:

@@ -7,7 +7,7 @@ from enum import StrEnum
 import msgspec
 
 from everlong.contracts.errors import LedgerError, Reason
-from everlong.contracts.records import Purpose, Record
+from everlong.contracts.records import MemberState, Purpose, Record
 
 
 class EpisodeState(StrEnum):
@@ -147,6 +147,17 @@ class EngineUpdated(_Fact, frozen=True, kw_only=True):
     version: int
 
 
+class EngineChanged(_Fact, frozen=True, kw_only=True):
+    """An engine of a pool stands otherwise than before."""
+
+    engine: str
+    state: MemberState
+    mismatch: float | None
+    """Nats per token between its logprobs and the trainer's; None where nothing was measured."""
+    num_measured: int
+    reason: str
+
+
 class EvalFinished(_Fact, frozen=True, kw_only=True):
     index: int
     policy_version: int
@@ -174,6 +185,7 @@ Fact = (
     | EpisodeEnded
     | VersionPublished
     | EngineUpdated
+    | EngineChanged
     | EvalFinished
     | RunFinished
 )

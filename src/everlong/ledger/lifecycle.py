@@ -14,11 +14,12 @@ from typing import TypeVar
 import msgspec
 
 from everlong.contracts.errors import LedgerError, Reason
-from everlong.contracts.records import Purpose, Record
+from everlong.contracts.records import MemberState, Purpose, Record
 from everlong.ledger.facts import (
     BatchClosed,
     BatchTrained,
     CallUncounted,
+    EngineChanged,
     EngineUpdated,
     EpisodeEnded,
     EpisodeFinished,
@@ -107,6 +108,8 @@ class _Run(Record, frozen=True, kw_only=True):
     """Batches that the trainer holds; falls back at a resume from an older checkpoint."""
     published_version: int | None = None
     engine_version: int | None = None
+    quarantined: frozenset[str] = frozenset()
+    """Engines of a pool that no longer sample, until the run is resumed."""
 
 
 class Lifecycle:
@@ -233,7 +236,7 @@ class Lifecycle:
             f"the run resumes with {fact.num_batches} trained batches, the ledger knows {self.num_trained}: "
             f"the checkpoint belongs to another run",
         )
-        self._set_run(num_trained=num_batches, finished=False)
+        self._set_run(num_trained=num_batches, finished=False, quarantined=frozenset())
 
     @_apply.register
     def _(self, fact: GroupOpened) -> None:
@@ -439,6 +442,16 @@ class Lifecycle:
             f"the engine was updated to version {fact.version}, the newest published one is {published}",
         )
         self._set_run(engine_version=fact.version)
+
+    @_apply.register
+    def _(self, fact: EngineChanged) -> None:
+        quarantined = self._run.quarantined
+        _require(
+            fact.engine not in quarantined,
+            f"engine {fact.engine} is {fact.state} after it was quarantined, which ends with a resume only",
+        )
+        if fact.state is MemberState.QUARANTINED:
+            self._set_run(quarantined=quarantined | {fact.engine})
 
     @_apply.register
     def _(self, fact: EvalFinished) -> None:

@@ -41,6 +41,7 @@ from everlong.orchestrator import events
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.measuring import batch_metrics, engine_metrics, loss_metrics, signal_metrics
 from everlong.orchestrator.outcomes import eval_outcome, replaced_outcome, train_outcomes
+from everlong.orchestrator.pool_watch import Judge, PoolWatch, member_metrics
 from everlong.orchestrator.window import BUSY_S, BatchWindow
 from everlong.rollouts.leash import leashed
 from everlong.rollouts.pausing import Pause
@@ -74,6 +75,8 @@ class Parts:
     """Holds back the turns of the episodes."""
     apart: bool = False
     """Whether engine and trainer have processes, and compute, of their own."""
+    judge: Judge | None = None
+    """Of a pool of engines; None where the run has one engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,7 @@ class RunConductor:
         self._cancelled: dict[str, Reason] = {}
         self._dropped: set[int] = set()
         self._kept: dict[str, Episode] = {}
+        self._pool = PoolWatch(parts.judge, parts.ledger)
         self._sampling_since: dict[Purpose, float] = {}
         """When the first episode of the batch or evaluation under way was ordered, or the batch before was closed."""
         self._num_sampled: Counter[Purpose] = Counter()
@@ -352,11 +356,14 @@ class RunConductor:
         await self._close_batch(action.batch, action.groups)
         batch = await self._credited(made.packed.train_batch, watch)
         report = await self._train(batch, action.save, watch)
+        members = await self._pool.judge(report.mismatch)
         window = self._window.close(await self._engine_busy_s(), len(made.packed.train_batch.episodes))
         values = {**made.metrics, **report.metrics, **engine, **sampling, **watch.seconds, **window}
         values |= loss_metrics(self._parts.ledger.lifecycle.loss_by_length_decile())
+        values |= member_metrics(members)
         self._parts.metrics.log("batch", action.batch, {**values, "deadlines": float(action.deadlines)})
         await self._record_trained(action.batch, made, report.policy_version)
+        await self._pool.record(members)
         return events.BatchDone(self._parts.clock(), action.batch, report.policy_version)
 
     async def _credited(self, batch: TrainBatch, watch: Stopwatch) -> TrainBatch:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from everlong.contracts.records import EngineMismatch
+from everlong.contracts.tokens import NO_ENGINE
 from everlong.trainer.branches import Branches
 from everlong.trainer.losses.terms import ratio_of
 from everlong.trainer.ratio_config import (
@@ -115,3 +118,18 @@ def mismatch_metrics(log_mismatch_T: Tensor, branches: Branches) -> dict[str, fl
         "mismatch/log_product": float(products_B[products_B.abs().argmax()]),
         "mismatch/far_products": float((products_B.abs() > FAR_PRODUCT).double().mean()),
     }
+
+
+def mismatch_by_engine(log_mismatch_T: Tensor, engines_T: np.ndarray, ages_T: np.ndarray) -> tuple[EngineMismatch, ...]:
+    """Counts and sums of |log(p0/q)| of the tokens that say which engine of a pool sampled them."""
+    distance_T = log_mismatch_T.detach().double().abs().numpy()
+    found = []
+    for engine, age in sorted(set(zip(engines_T.tolist(), ages_T.tolist(), strict=True))):
+        if engine != NO_ENGINE:
+            own_T = (engines_T == engine) & (ages_T == age)
+            found.append(
+                EngineMismatch(
+                    engine=engine, age=age, num_tokens=int(own_T.sum()), total=float(distance_T[own_T].sum())
+                )
+            )
+    return tuple(found)

@@ -16,6 +16,7 @@ import torch
 
 from everlong.contracts.ports import ObjectStore
 from everlong.contracts.records import (
+    EngineMismatch,
     PublishedVersion,
     ScoredColumns,
     ScoreRequest,
@@ -37,7 +38,7 @@ from everlong.trainer.config import (
     check_effective,
     ignores_staleness,
 )
-from everlong.trainer.corrections import mismatch_metrics
+from everlong.trainer.corrections import mismatch_by_engine, mismatch_metrics
 from everlong.trainer.critic import PREFIX, Critic
 from everlong.trainer.critic_config import CriticConfig
 from everlong.trainer.kl_config import WITHOUT_KL
@@ -148,12 +149,12 @@ class PolicyTrainer:
         tally = Tally()
         tally.total("tokens/trained", prepared.num_trained)
         tally.total("tokens/packed", sum(len(micro_batch.columns) for micro_batch in batch.micro_batches))
-        num_updates = 0
+        num_updates, mismatch = 0, ()
         if prepared.num_trained:
             critic = self._critic if prepared.num_policy else None
             if critic is None or not critic.pretrains:
                 num_updates = self._config.updates_per_batch
-                self._update(prepared, num_updates, tally)
+                mismatch = self._update(prepared, num_updates, tally)
             if critic is not None:
                 with deterministic():
                     critic.train(prepared, self._num_batches, tally)
@@ -167,9 +168,11 @@ class PolicyTrainer:
             policy_version=self._num_batches,
             num_updates=num_updates,
             metrics=tally.metrics(),
+            mismatch=mismatch,
         )
 
-    def _update(self, batch: PreparedBatch, num_updates: int, tally: Tally) -> None:
+    def _update(self, batch: PreparedBatch, num_updates: int, tally: Tally) -> tuple[EngineMismatch, ...]:
+        """The optimiser's steps; returns what was measured of each engine of a pool before the first."""
         first: BatchGradient | None = None
         supervised = not any(len(micro_batch.policy_P) for micro_batch in batch.micro_batches)
         reference = None if supervised else self._ask_reference(batch, tally)
@@ -188,10 +191,14 @@ class PolicyTrainer:
         assert first is not None
         tally.total("learning_rate", rate)
         behaviour = torch.cat([micro_batch.behaviour_P for micro_batch in batch.micro_batches])
-        if len(behaviour):
-            own = torch.cat([start.proximal_P for start in first.starts])
-            for name, value in mismatch_metrics(own - behaviour, batch.branches).items():
-                tally.total(name, value)
+        if not len(behaviour):
+            return ()
+        mismatch = torch.cat([start.proximal_P for start in first.starts]) - behaviour
+        for name, value in mismatch_metrics(mismatch, batch.branches).items():
+            tally.total(name, value)
+        engines = np.concatenate([numbers_of(micro_batch) for micro_batch in batch.micro_batches])
+        ages = np.concatenate([ages_of(micro_batch, self._num_batches) for micro_batch in batch.micro_batches])
+        return mismatch_by_engine(mismatch, engines, ages)
 
     def _ask_reference(self, batch: PreparedBatch, tally: Tally) -> tuple[torch.Tensor, ...] | None:
         if self._reference is None:
@@ -313,6 +320,11 @@ def ages_of(prepared: PreparedMicroBatch, policy_version: int) -> np.ndarray:
     """int32[P]: how many versions ago each trained token that the policy sampled was sampled, by its own version."""
     tokens = prepared.rows.tokens[prepared.policy_P.numpy()]
     return policy_version - prepared.micro_batch.columns.versions[tokens]
+
+
+def numbers_of(prepared: PreparedMicroBatch) -> np.ndarray:
+    """int16[P]: which engine of a pool sampled each trained token that the policy sampled."""
+    return prepared.micro_batch.columns.engines[prepared.rows.tokens[prepared.policy_P.numpy()]]
 
 
 def _tally_records(batch: PreparedBatch, policy_version: int, tally: Tally) -> None:

@@ -56,6 +56,7 @@ TRUNCATION = {**PROXIMAL, "ratio.correction.type": "token_truncation"}
 MASK = {**PROXIMAL, "ratio.correction.type": "token_mask"}
 GRPO = {"loss.type": "grpo"}
 VLLM = {"engine.type": "vllm"}
+POOL = {"engine.type": "pool", "engine.members": [{"type": "embedded"}, {"type": "embedded"}]}
 CISPO = {"loss.type": "cispo"}
 MIS_PO = {"loss.type": "reinforce", "ratio.correction.type": "mis_po"}
 PRODUCT = {"loss.type": "reinforce", "ratio.correction.type": "sequence_product"}
@@ -120,6 +121,9 @@ CHANGES = {
     "engine.start_timeout_s": Change(9.0, VLLM),
     "engine.max_restarts": Change(5, VLLM),
     "engine.arguments": Change(["--seed", "1"], VLLM),
+    "engine.members": Change([{"type": "embedded"}, {"type": "vllm"}], POOL),
+    "engine.mismatch_bound": Change(0.7, POOL),
+    "engine.mismatch_tokens": Change(7, POOL),
     "engine.max_running": Change(7),
     "engine.prefill_chunk_tokens": Change(33),
     "engine.block_tokens": Change(32),
@@ -505,7 +509,7 @@ REFUSED = {
     | {"credit.type"}
     | {"numerics", "threads", "engine.max_running", "engine.prefill_chunk_tokens"}
     | {"engine.block_tokens", "engine.cache_tokens", "engine.prefix_cache"}
-    | {path for path, change in CHANGES.items() if change.beside == VLLM or path == "engine.type"},
+    | {path for path, change in CHANGES.items() if change.beside in (VLLM, POOL) or path == "engine.type"},
     "toy": set(),
 }
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from everlong.cli.evaluate import eval_command
 from everlong.cli.run_folder import RunFolder
 from everlong.cli.train import sft_command, train_command
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
@@ -94,6 +95,8 @@ def test_adapters_warm_up_and_start_another_run(tmp_path: Path, capsys: pytest.C
         assert np.array_equal(second.frozen[name].bits, first.frozen[name].bits)
     lines = [json.loads(line) for line in rl.metrics.read_text().splitlines() if "delta/size_bytes" in line]
     assert lines[-1]["values"]["delta/size_bytes"] < 4.5 * second.num_values
+    eval_command(rl.path, (), 1, 1, tmp_path / "figures.json")
+    assert json.loads((tmp_path / "figures.json").read_text())["version"] == 1
 
 
 def test_an_exported_toy_is_read_by_transformers(tmp_path: Path):

@@ -24,7 +24,7 @@ from everlong.contracts.records import (
     decode_record,
     encode_record,
 )
-from everlong.contracts.tokens import KeptSets, TokenColumns
+from everlong.contracts.tokens import NO_ENGINE, KeptSets, TokenColumns
 
 ORDER = EpisodeOrder(task="toy/a", group=4, attempt=2, purpose=Purpose.TRAIN, min_policy_version=9)
 ANSWER = TokenColumns.sampled_tokens(
@@ -34,6 +34,15 @@ TURN = Turn(index=0, parent=-1, context=TokenColumns.context([1, 2]), sampled=AN
 EPISODE = Episode(
     order=ORDER, reason=Reason.DONE, verdict=Verdict(reward=1.0), turns=(TURN,), num_discarded=3, metrics={"x": 1.5}
 )
+
+
+def test_an_episode_stored_before_there_were_pools_is_read_with_tokens_of_no_named_engine():
+    plain = msgspec.msgpack.decode(encode_record(EPISODE))
+    for columns in (plain["turns"][0]["context"], plain["turns"][0]["sampled"]):
+        del columns["engines"]
+    back = decode_record(msgspec.msgpack.encode(plain), Episode)
+    assert back.turns[0].sampled == ANSWER
+    assert back.turns[0].sampled.engines.tolist() == [NO_ENGINE] * 2
 
 
 def test_episode_keeps_every_stream_on_the_wire():

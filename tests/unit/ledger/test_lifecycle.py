@@ -6,11 +6,12 @@ import msgspec
 import pytest
 
 from everlong.contracts.errors import LedgerError, Reason
-from everlong.contracts.records import Purpose
+from everlong.contracts.records import MemberState, Purpose
 from everlong.ledger import (
     BatchClosed,
     BatchTrained,
     CallUncounted,
+    EngineChanged,
     EngineUpdated,
     EpisodeEnded,
     EpisodeFinished,
@@ -30,6 +31,10 @@ from everlong.ledger import (
 )
 
 RUN = RunStarted(seed=0, config_hash="c", tasks_hash="t")
+
+
+def quarantined(state: MemberState = MemberState.QUARANTINED) -> EngineChanged:
+    return EngineChanged(engine="0-vllm", state=state, mismatch=0.5, num_measured=1000, reason="far")
 
 
 def opened(group: int = 0, purpose: Purpose = Purpose.TRAIN) -> GroupOpened:
@@ -156,6 +161,7 @@ EVALUATED = (
         ),
         (batch(), VersionPublished(version=1, base_version=1, size_bytes=1), "on base 1, which is not older"),
         (batch(), EngineUpdated(version=1), "the newest published one is None"),
+        ((quarantined(),), quarantined(MemberState.SERVING), "0-vllm is serving after it was quarantined"),
         (batch(), EvalFinished(index=0, policy_version=1, successes=3, episodes=2), "3 successes in 2 episodes"),
         (batch(), RunResumed(num_batches=2), "resumes with 2 trained batches, the ledger knows 1"),
         ((opened(), started()), RunFinished(), "1 episodes have no end"),
@@ -194,6 +200,11 @@ def test_facts_handed_over_together_are_taken_together_or_not_at_all() -> None:
     assert "e" not in lifecycle.episodes and lifecycle.groups[Purpose.TRAIN, 0].episodes == ()
     lifecycle.apply(started(), turn(5), finished(5))
     assert lifecycle.episodes["e"].state is EpisodeState.FINISHED
+
+
+def test_a_resumed_run_takes_a_quarantined_engine_in_again() -> None:
+    lifecycle = after(quarantined(), RunResumed())
+    lifecycle.apply(quarantined(MemberState.SERVING), quarantined())
 
 
 def test_trained_episode_accounts_for_every_token() -> None:

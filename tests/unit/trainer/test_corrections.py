@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from everlong.trainer.config import (
     TokenMask,
     TokenTruncation,
 )
-from everlong.trainer.corrections import correct, mismatch_metrics, off_policy
+from everlong.trainer.corrections import correct, mismatch_by_engine, mismatch_metrics, off_policy
 from everlong.trainer.losses import Tokens, surrogate
 
 RHO = torch.tensor([0.4, 1.0, 1.8, 4.0, 6.0], dtype=torch.float64)
@@ -158,3 +159,13 @@ def test_engine_and_trainer_in_agreement_measure_zero():
         "mismatch/log_product": 0.0,
         "mismatch/far_products": 0.0,
     }
+
+
+def test_mismatch_is_summed_for_each_engine_and_age_and_for_nobody_who_is_not_named():
+    mismatch = torch.tensor([0.1, -0.3, 0.2, -0.5, 0.7, 9.0], dtype=torch.float64)
+    engines = np.array([0, 0, 1, 1, 1, -1], np.int16)
+    ages = np.array([0, 0, 0, 2, 2, 0], np.int32)
+    found = mismatch_by_engine(mismatch, engines, ages)
+    assert [(part.engine, part.age, part.num_tokens) for part in found] == [(0, 0, 2), (1, 0, 1), (1, 2, 2)]
+    assert [part.total for part in found] == pytest.approx([0.4, 0.2, 1.2])
+    assert mismatch_by_engine(mismatch, np.full(6, -1, np.int16), ages) == ()

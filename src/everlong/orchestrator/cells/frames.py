@@ -16,9 +16,11 @@ from everlong.contracts import errors
 from everlong.contracts.errors import EverlongError
 from everlong.contracts.os_errors import explain_os_error
 from everlong.contracts.records import (
+    EngineMismatch,
     EngineStatus,
     GenerateReply,
     GenerateRequest,
+    MemberStatus,
     PublishedVersion,
     ScoredColumns,
     ScoreRequest,
@@ -34,6 +36,7 @@ METHODS: dict[str, tuple[Any, Any]] = {
     "engine.abort": (tuple[str, ...], None),
     "engine.update": (int, EngineStatus),
     "engine.status": (None, EngineStatus),
+    "engine.judge": (tuple[EngineMismatch, ...], tuple[MemberStatus, ...]),
     "trainer.train": (TrainBatch, TrainReport),
     "trainer.score": (ScoreRequest, ScoredColumns),
     "trainer.save": (None, TrainerStatus),

@@ -8,9 +8,11 @@ from typing import Any
 
 from everlong.contracts.errors import WorkerDied
 from everlong.contracts.records import (
+    EngineMismatch,
     EngineStatus,
     GenerateReply,
     GenerateRequest,
+    MemberStatus,
     PublishedVersion,
     ScoredColumns,
     ScoreRequest,
@@ -85,7 +87,7 @@ class Connection:
 
 
 class RemoteEngine:
-    """An engine in another process. A cancelled `generate` is aborted there."""
+    """An engine in another process, or a pool of them. A cancelled `generate` is aborted there."""
 
     def __init__(self, connection: Connection) -> None:
         self._call = connection.call
@@ -105,6 +107,10 @@ class RemoteEngine:
 
     async def status(self) -> EngineStatus:
         return await self._call("engine.status")
+
+    async def judge(self, mismatch: tuple[EngineMismatch, ...]) -> tuple[MemberStatus, ...]:
+        """Only where the engine is a pool."""
+        return await self._call("engine.judge", mismatch)
 
     async def close(self) -> None:
         """The cell lives as long as its process; the supervisor ends that."""
