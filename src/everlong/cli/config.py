@@ -173,6 +173,7 @@ class RunConfig(Config):
                 "two factors: set optimizer.type to adamw, or adapter.type to none"
             )
         self._check_credit()
+        self._check_centring()
         if self.loss.type == "dr_grpo" and isinstance(self.credit, GroupMeanConfig) and self.credit.scale != "none":
             raise ValueError(
                 f"loss dr_grpo is defined on credit without deviation, got credit.scale={self.credit.scale}: set credit.scale to "
@@ -203,6 +204,21 @@ class RunConfig(Config):
             raise ValueError(
                 f"critic.pretrain_batches={pretrained} leaves none of the schedule.num_batches={batches} to the policy, which would "
                 "never train: lower one or raise the other"
+            )
+
+    def _check_centring(self) -> None:
+        """What must be on record of every token. Raises ValueError."""
+        if not self.ratio.score_centring:
+            return
+        if self.sampling.top_p == 1 and not self.sampling.top_k:
+            raise ValueError(
+                "ratio.score_centring sums over what could have been sampled, and with sampling.top_p=1 and sampling.top_k=0 that is "
+                "the whole vocabulary, which is not recorded: set sampling.top_k or sampling.top_p"
+            )
+        if any(isinstance(engine, VllmConfig) for engine in engines_of(self.engine)):
+            raise ValueError(
+                "ratio.score_centring needs the sampler's logprob of every kept id, which an engine of type vllm does not give: set "
+                "engine.type to embedded, or ratio.score_centring to false"
             )
 
     def _check_sizes(self) -> None:

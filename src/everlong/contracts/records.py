@@ -95,6 +95,8 @@ class SamplingParams(Record, frozen=True, kw_only=True):
     max_tokens: int = 256
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    kept_logprobs: bool = False
+    """Whether the sampler's logprob of every kept id is recorded beside the sampled one's."""
 
 
 class SamplingKey(Record, frozen=True, kw_only=True):

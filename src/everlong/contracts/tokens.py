@@ -53,6 +53,8 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
     """int32[K], ascending within a row."""
     offsets: np.ndarray
     """int64[T + 1], starts with 0 and ends with K."""
+    logprobs: np.ndarray | None = None
+    """float32[K], the sampler's of every kept id, NaN where a part had none; None where nobody asked for them."""
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[int]]) -> KeptSets:
@@ -73,7 +75,9 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
 
     def slice(self, start: int, stop: int) -> KeptSets:
         offsets = self.offsets[start : stop + 1]
-        return KeptSets(ids=self.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
+        kept = slice(offsets[0], offsets[-1])
+        logprobs = None if self.logprobs is None else self.logprobs[kept]
+        return KeptSets(ids=self.ids[kept], offsets=offsets - offsets[0], logprobs=logprobs)
 
     @staticmethod
     def join(parts: Sequence[KeptSets]) -> KeptSets:
@@ -82,7 +86,16 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
         shifts = np.cumsum([0, *(len(part.ids) for part in parts)])
         offsets = [np.zeros(1, np.int64)]
         offsets += [part.offsets[1:] + shift for part, shift in zip(parts, shifts, strict=False)]
-        return KeptSets(ids=np.concatenate([p.ids for p in parts]), offsets=np.concatenate(offsets))
+        logprobs = None
+        if any(part.logprobs is not None for part in parts):
+            nothing = [np.full(len(part.ids), np.nan, np.float32) for part in parts]
+            known = [n if part.logprobs is None else part.logprobs for part, n in zip(parts, nothing, strict=True)]
+            logprobs = np.concatenate(known)
+        ids = np.concatenate([part.ids for part in parts])
+        return KeptSets(ids=ids, offsets=np.concatenate(offsets), logprobs=logprobs)
+
+    def without_logprobs(self) -> KeptSets:
+        return KeptSets(ids=self.ids, offsets=self.offsets)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,7 +142,11 @@ class TokenColumns:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenColumns):
             return NotImplemented
-        mine, theirs = ([getattr(c, name) for name in STREAMS] + [c.kept.ids, c.kept.offsets] for c in (self, other))
+        mine, theirs = (
+            [getattr(columns, name) for name in STREAMS]
+            + [columns.kept.ids, columns.kept.offsets, np.asarray(columns.kept.logprobs, np.float32)]
+            for columns in (self, other)
+        )
         return all(a.shape == b.shape and a.tobytes() == b.tobytes() for a, b in zip(mine, theirs, strict=True))
 
     __hash__ = None  # type: ignore[assignment]

@@ -84,6 +84,8 @@ def prepare_batch(batch: TrainBatch, objective: Objective, model: LlamaConfig) -
         _prepare(micro_batch, *piece, part)
         for micro_batch, piece, part in zip(batch.micro_batches, pieces, parts, strict=True)
     )
+    if objective.ratio.score_centring:
+        _check_kept_logprobs(prepared)
     if objective.of_branches:
         _check_branches(batch.episodes, [own for _, own in pieces])
     if objective.level == "sequence":
@@ -149,6 +151,18 @@ def _check_branches(episodes: Sequence[EpisodeShare], owners: Sequence[TokenOwne
                     f"branch {key[1]} of episode {episodes[key[0]].episode} trains in micro-batches {seen[key]} and {index}: its "
                     "ratio is of all its tokens, so pack a branch whole or number its parts as branches"
                 )
+
+
+def _check_kept_logprobs(micro_batches: Sequence[PreparedMicroBatch]) -> None:
+    for index, prepared in enumerate(micro_batches):
+        rows = prepared.rows
+        if rows.kept is None:
+            continue
+        if rows.kept_logprobs_K is None or not rows.kept_logprobs_K.isfinite().all():
+            raise ValueError(
+                f"micro-batch {index} has kept sets without the sampler's logprobs, which ratio.score_centring needs: they are "
+                "recorded at sampling, and never filled in later"
+            )
 
 
 def _keys(owners: TokenOwners) -> Iterator[tuple[int, int]]:

@@ -158,7 +158,7 @@ class PolicyTrainer:
             if critic is not None:
                 with deterministic():
                     critic.train(prepared, self._num_batches, tally)
-            _tally_records(prepared, self._num_batches, tally)
+            _tally_records(prepared, self._num_batches, tally, centred=self._objective.ratio.score_centring)
         else:
             tally.mean("loss", 0.0)
             tally.total("batches_without_tokens", 1)
@@ -327,7 +327,7 @@ def numbers_of(prepared: PreparedMicroBatch) -> np.ndarray:
     return prepared.micro_batch.columns.engines[prepared.rows.tokens[prepared.policy_P.numpy()]]
 
 
-def _tally_records(batch: PreparedBatch, policy_version: int, tally: Tally) -> None:
+def _tally_records(batch: PreparedBatch, policy_version: int, tally: Tally, *, centred: bool) -> None:
     """What the records say of the trained tokens that the policy sampled: their age in versions, their kept sets."""
     if batch.num_policy:
         tally.total("credit/variance", float(batch.credit.double().var(correction=0)))
@@ -337,4 +337,7 @@ def _tally_records(batch: PreparedBatch, policy_version: int, tally: Tally) -> N
         tally.mean("staleness/mean", ages)
         tally.highest("staleness/max", ages)
         tally.mean("credit/mean", prepared.credit_P)
+        if centred:
+            recorded = np.diff(columns.kept.offsets)[tokens] > 0
+            tally.mean("correction/centred", torch.from_numpy(recorded))
         tally.mean("kept/singleton_share", torch.from_numpy(np.diff(columns.kept.offsets)[tokens] == 1))

@@ -15,7 +15,7 @@ from everlong.models.numerics import NumericsUnavailable, self_test
 from everlong.orchestrator.config import RoundsConfig
 from everlong.storage import open_store
 from everlong.trainer.checkpoint import CheckpointStore
-from everlong.trainer.config import CriticConfig, PpoConfig
+from everlong.trainer.config import CriticConfig, LinearHead, PpoConfig
 from everlong.trajectories.credit import GaeConfig, LengthDecay
 
 NUM_WARMUP, NUM_BATCHES, PRETRAINED = 6, 4, 1
@@ -28,8 +28,9 @@ def config_of(tasks, folder):
         update={
             "credit": GaeConfig(decay=LengthDecay(), malformed_call=0.1),
             "loss": PpoConfig(),
-            "critic": CriticConfig(pretrain_batches=PRETRAINED),
-            "schedule": RoundsConfig(num_batches=NUM_BATCHES, groups_per_batch=2, group_size=2, checkpoint_every=2),
+            # what it expects at first is what no episode gets, so that all teach it whatever their rewards
+            "critic": CriticConfig(head=LinearHead(initial=0.4), pretrain_batches=PRETRAINED),
+            "schedule": RoundsConfig(num_batches=NUM_BATCHES, groups_per_batch=2, group_size=3, checkpoint_every=2),
         }
     )
 
