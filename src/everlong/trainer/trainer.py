@@ -245,8 +245,12 @@ class PolicyTrainer:
 
     def _save(self) -> TrainerStatus:
         status = self._status()
-        state = self._optimizer.state() | ({} if self._critic is None else self._critic.state())
-        self._checkpoints.save(self._num_batches, self._seed, status.fingerprint, state)
+        state, critic = self._optimizer.state(), None
+        if self._critic is not None:
+            state |= self._critic.state()
+            weights = self._critic.network.trained_weights()
+            critic = fingerprint({name: _raw_of(weight.detach()) for name, weight in weights.items()})
+        self._checkpoints.save(self._num_batches, self._seed, status.fingerprint, state, critic)
         return status
 
     def _restore(self, num_batches: int | None) -> TrainerStatus:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.unit.trainer.test_batch_gradient import PROMPT, batched, packed, reference_hidden
 from tests.unit.trainer.tiny import SHAPE, tiny
 
+from everlong.contracts.errors import AlreadyExists
 from everlong.contracts.records import ScoreRequest
 from everlong.contracts.tokens import KeptSets, TokenColumns
 from everlong.models.adapter_config import LoraConfig
@@ -350,6 +351,19 @@ async def test_a_restored_critic_goes_on_with_the_same_bits():
     assert same(copied(trainer._optimizer.state()), copied(again._optimizer.state()))
     first, second = await values_of(trainer, some_batch(4)), await values_of(again, some_batch(4))
     np.testing.assert_array_equal(first, second)
+
+
+async def test_a_critic_that_came_out_different_is_noticed_while_the_policy_waits():
+    store, settings = open_store("memory://"), CriticConfig(pretrain_batches=5)
+    trainer = trainer_of(store=store, critic=settings)
+    await warm(trainer, 0)
+    await trainer.save()
+    await trainer.save()  # the same one is left as it is
+    other = trainer_of(store=store, critic=settings)
+    batch = some_batch(5)
+    await other.train(type(batch)(batch=0, micro_batches=batch.micro_batches, episodes=batch.episodes))
+    with pytest.raises(AlreadyExists, match="checkpoint 1 holds a critic .* came out different"):
+        await other.save()
 
 
 async def test_without_a_checkpoint_the_critic_starts_anew():
