@@ -1,6 +1,7 @@
 """What is minimised: per trained token the corrected surrogate and the pull to the reference, or the supervised term.
 
-Order, so that nothing is counted twice: rejection masks and importance weight (detached) -> update-ratio surrogate -> KL.
+Order, so that nothing is counted twice: rejection masks and importance weight (detached) -> update-ratio surrogate -> less what
+the sampler expected of the weighted score -> KL.
 """
 
 from __future__ import annotations
@@ -90,9 +91,8 @@ def policy_terms(tokens: PolicyTokens, objective: Objective, tally: Tally) -> Te
         tally.mean("ratio/gated", 1 - terms.gate_T)
     weights_P = _weights(tokens, objective, tally)
     loss_P = terms.loss_T if weights_P is None else torch.where(weights_P > 0, weights_P * terms.loss_T, 0.0)
-    if (
-        tokens.expected_P is not None
-    ):  # of a rejected token too: what is expected counts all that might have been sampled
+    if tokens.expected_P is not None:
+        # of a rejected token too: what is expected counts all that might have been sampled
         loss_P = loss_P + credit_P * tokens.expected_P
     return loss_P + _kl_loss(tokens, objective.kl, tally)
 
