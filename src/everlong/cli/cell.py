@@ -23,6 +23,7 @@ from everlong.models.source import ModelSource, find_model
 from everlong.orchestrator.cells.worker import Cell
 from everlong.rollouts.renderers.chatml import Renderer
 from everlong.storage import open_store
+from everlong.trajectories.credit import GaeConfig
 from everlong.weights import WeightPublisher, WeightReader
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ class _Making:
             loss=config.loss,
             ratio=config.ratio,
             kl=config.kl,
+            critic=config.critic if isinstance(config.credit, GaeConfig) else None,
             optimizer=config.optimizer,
             numerics=Numerics(config.numerics),
             store=self.store,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from blake3 import blake3
+from msgspec.structs import replace
 
 from everlong.cli.cell import ENGINE_FACTORY, FACTORY, TRAINER_FACTORY, build_cell
 from everlong.cli.config import RunConfig
@@ -47,7 +48,7 @@ def make_sampling(config: RunConfig, engine: Engine) -> Sampling:
     return Sampling(
         engine=PausableEngine(engine, pause),
         renderer=renderer,
-        params=config.sampling.params(renderer.stop_ids),
+        params=replace(config.sampling.params(renderer.stop_ids), kept_logprobs=config.ratio.score_centring),
         run_seed=config.seed,
         limits=SessionLimits(max_turns=config.harness.max_turns, max_context=context),
         pause=pause,

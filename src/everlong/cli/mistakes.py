@@ -48,18 +48,22 @@ def _option_of(path: tuple[int | str, ...]) -> tuple[str, str]:
 
 
 def nearest_option(option: str) -> str | None:
-    """The known option, or group of options, whose own name is most like the last part of this one."""
+    """The known option, or group of options, whose own name is most like the last part of this one; of equals the one whose group
+    is most like its group, else the first."""
 
-    def likeness(candidate: str) -> tuple[float, float]:
-        last = difflib.SequenceMatcher(None, _own_name(option), _own_name(candidate)).ratio()
-        return last, difflib.SequenceMatcher(None, option, candidate).ratio()
+    def likeness(candidate: str) -> tuple[float, ...]:
+        pairs = zip(_parts(option), _parts(candidate), strict=True)
+        group, name = (difflib.SequenceMatcher(None, mine, theirs).ratio() for mine, theirs in pairs)
+        return name, group
 
-    best = max(sorted(set(option_names(RunConfig))), key=likeness)
+    best = max(option_names(RunConfig), key=likeness)
     return best if likeness(best)[0] >= 0.6 else None
 
 
-def _own_name(option: str) -> str:
-    return option.removeprefix("--").rpartition(".")[2]
+def _parts(option: str) -> tuple[str, str]:
+    """Group and own name."""
+    group, _, name = option.removeprefix("--").rpartition(".")
+    return group, name
 
 
 def option_names(kind: type[Config], prefix: str = "--") -> Iterator[str]:

@@ -71,7 +71,8 @@ class Trainer(Protocol):
         ...
 
     async def score(self, request: ScoreRequest) -> ScoredColumns:
-        """Logprobs under the weights as they are, with the same processing (temperature, kept sets) as at sampling."""
+        """Logprobs under the weights as they are, with the same processing (temperature, kept sets) as at sampling; the critic's
+        values of the states before and behind each token. A column that was not asked for, or cannot be had, is None."""
         ...
 
     async def save(self) -> TrainerStatus:

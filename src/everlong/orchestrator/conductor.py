@@ -322,6 +322,8 @@ class RunConductor:
         made = await self._made(batch, self._parts.ledger.lifecycle.batches[batch].groups)
         again = made.packed.train_batch if made.packed else await self._parts.warmup_batch(batch)
         watch.lap("packing")
+        if made.packed:
+            again = await self._credited(again, watch)
         report = await self._train(again, save, watch)
         self._parts.metrics.log("batch", batch, {**made.metrics, **report.metrics, **watch.seconds})
         await self._parts.ledger.append(BatchTrained(batch=batch, policy_version=report.policy_version))
@@ -353,7 +355,8 @@ class RunConductor:
         assert made.packed is not None
         watch.lap("packing")
         await self._close_batch(action.batch, action.groups)
-        report = await self._train(made.packed.train_batch, action.save, watch)
+        batch = await self._credited(made.packed.train_batch, watch)
+        report = await self._train(batch, action.save, watch)
         members = await self._pool.judge(report.mismatch)
         window = self._window.close(await self._engine_busy_s(), len(made.packed.train_batch.episodes))
         values = {**made.metrics, **report.metrics, **engine, **sampling, **watch.seconds, **window}
@@ -363,6 +366,17 @@ class RunConductor:
         await self._record_trained(action.batch, made, report.policy_version)
         await self._pool.record(members)
         return events.BatchDone(self._parts.clock(), action.batch, report.policy_version)
+
+    async def _credited(self, batch: TrainBatch, watch: Stopwatch) -> TrainBatch:
+        """The batch with its credit, for which the critic is asked where the credit is made of values."""
+        question = self._parts.batches.question(batch)
+        if question is None:
+            return batch
+        watch.lap("recording")
+        scores = await self._parts.trainer.score(question)
+        batch = await asyncio.to_thread(self._parts.batches.credited, batch, scores)
+        watch.lap("scoring")
+        return batch
 
     async def _train(self, batch: TrainBatch, save: bool, watch: Stopwatch) -> TrainReport:
         watch.lap("recording")

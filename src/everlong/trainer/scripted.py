@@ -50,8 +50,10 @@ class ScriptedTrainer:
         )
 
     async def score(self, request: ScoreRequest) -> ScoredColumns:
-        """What was recorded at sampling: this policy never changes its mind."""
-        logprobs = tuple(micro_batch.columns.logprobs for micro_batch in request.micro_batches)
+        """What was recorded at sampling: this policy never changes its mind, and it has no critic."""
+        logprobs = None
+        if "logprobs" in request.wanted:
+            logprobs = tuple(micro_batch.columns.logprobs for micro_batch in request.micro_batches)
         return ScoredColumns(logprobs=logprobs, policy_version=self._num_batches)
 
     async def save(self) -> TrainerStatus:

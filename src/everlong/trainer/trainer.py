@@ -39,6 +39,8 @@ from everlong.trainer.config import (
     ignores_staleness,
 )
 from everlong.trainer.corrections import mismatch_by_engine, mismatch_metrics
+from everlong.trainer.critic import PREFIX, Critic
+from everlong.trainer.critic_config import CriticConfig
 from everlong.trainer.kl_config import WITHOUT_KL
 from everlong.trainer.objective import Objective
 from everlong.trainer.optimizer import MasterOptimizer, learning_rate
@@ -70,9 +72,11 @@ class PolicyTrainer:
         seed: int,
         lease: asyncio.Lock,
         kl: AnyKl = WITHOUT_KL,
+        critic: CriticConfig | None = None,
         companions: Mapping[str, bytes] | None = None,
     ) -> None:
-        """`seed` is the run's: a checkpoint of a run with another one is refused. `lease` is shared with the engine.
+        """`seed` is the run's: a checkpoint of a run with another one is refused. `lease` is shared with the engine. `critic`:
+        where credit is made of values; then every batch that a policy sampled must bring returns.
         `companions` lie beside the weights in what is exported, by name: the tokenizer and its settings.
 
         Takes over the model. Raises ValueError where the loss could not change the gradient.
@@ -88,6 +92,7 @@ class PolicyTrainer:
         # a copy, so that a run without checkpoint can start anew in a trainer that has trained
         self._initial = {name: weight.detach().clone() for name, weight in model.trained_weights().items()}
         self._optimizer = MasterOptimizer(model, optimizer)
+        self._critic = None if critic is None else Critic(model, critic, optimizer)
         self._checkpoints = CheckpointStore(store, config.checkpoint_keep)
         self._publisher, self._seed, self._lease, self._companions = publisher, seed, lease, companions
         self._num_batches = 0
@@ -140,14 +145,20 @@ class PolicyTrainer:
             )
         prepared = prepare_batch(batch, self._objective, self._model.config)
         self._refuse_unweighed(prepared)
+        self._refuse_untaught(prepared)
         tally = Tally()
         tally.total("tokens/trained", prepared.num_trained)
         tally.total("tokens/packed", sum(len(micro_batch.columns) for micro_batch in batch.micro_batches))
         num_updates, mismatch = 0, ()
         if prepared.num_trained:
-            num_updates = self._config.updates_per_batch
-            mismatch = self._update(prepared, num_updates, tally)
-            _tally_records(prepared, self._num_batches, tally)
+            critic = self._critic if prepared.num_policy else None
+            if critic is None or not critic.pretrains:
+                num_updates = self._config.updates_per_batch
+                mismatch = self._update(prepared, num_updates, tally)
+            if critic is not None:
+                with deterministic():
+                    critic.train(prepared, self._num_batches, tally)
+            _tally_records(prepared, self._num_batches, tally, centred=self._objective.ratio.score_centring)
         else:
             tally.mean("loss", 0.0)
             tally.total("batches_without_tokens", 1)
@@ -207,16 +218,39 @@ class PolicyTrainer:
                 "ratio.correction.type, or ratio.base to behaviour with a loss that has a ratio"
             )
 
+    def _refuse_untaught(self, batch: PreparedBatch) -> None:
+        """Raises ValueError for returns that no critic reads, and where the critic cannot learn from them."""
+        if self._critic is not None:
+            self._critic.check(batch)
+        elif bool(batch.returns.isfinite().any()):
+            raise ValueError(
+                "the batch holds returns for a critic, and this trainer has none: build it with one, or leave them out"
+            )
+
     def _score(self, request: ScoreRequest) -> ScoredColumns:
         for index, micro_batch in enumerate(request.micro_batches):
             check_micro_batch(index, micro_batch, self._model.config)
-        chunk = self._config.head_chunk_tokens
-        scores = tuple(score_micro_batch(self._model, micro_batch, chunk) for micro_batch in request.micro_batches)
-        return ScoredColumns(logprobs=scores, policy_version=self._num_batches)
+        wanted, logprobs, values = request.wanted, None, None
+        if "logprobs" in wanted:
+            chunk = self._config.head_chunk_tokens
+            logprobs = tuple(score_micro_batch(self._model, part, chunk) for part in request.micro_batches)
+        if "values" in wanted and self._critic is not None:
+            values = [self._critic.score(micro_batch) for micro_batch in request.micro_batches]
+        return ScoredColumns(
+            logprobs=logprobs,
+            values=None if values is None else tuple(part.before for part in values),
+            values_after=None if values is None else tuple(part.after for part in values),
+            policy_version=self._num_batches,
+        )
 
     def _save(self) -> TrainerStatus:
         status = self._status()
-        self._checkpoints.save(self._num_batches, self._seed, status.fingerprint, self._optimizer.state())
+        state, critic = self._optimizer.state(), None
+        if self._critic is not None:
+            state |= self._critic.state()
+            weights = self._critic.network.trained_weights()
+            critic = fingerprint({name: _raw_of(weight.detach()) for name, weight in weights.items()})
+        self._checkpoints.save(self._num_batches, self._seed, status.fingerprint, state, critic)
         return status
 
     def _restore(self, num_batches: int | None) -> TrainerStatus:
@@ -228,14 +262,23 @@ class PolicyTrainer:
                     f"checkpoint {manifest.num_batches} is of a run with seed {manifest.seed}, this run has {self._seed}: "
                     "give each run a store of its own"
                 )
-            self._optimizer.load_state(tensors)
+            self._load(tensors)
             self._refuse_other_weights(manifest)
         else:
             self._model.load_trained_weights(self._initial)
             self._optimizer.reset()
+            if self._critic is not None:
+                self._critic.reset()
         self._num_batches = numbers[-1] if numbers else 0
         self._published = None
         return self._status()
+
+    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        of_critic = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+        if self._critic is not None:
+            self._critic.load_state(of_critic)
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in of_critic}
+        self._optimizer.load_state(tensors)
 
     def _refuse_other_weights(self, manifest: CheckpointManifest) -> None:
         """A checkpoint holds what trains; what is frozen below it comes from the model's own files, which may have changed."""
@@ -298,11 +341,17 @@ def versions_at_begin(prepared: PreparedMicroBatch) -> np.ndarray:
     return columns.versions[starts[turns_T[prepared.rows.tokens[prepared.policy_P.numpy()]]]]
 
 
-def _tally_records(batch: PreparedBatch, policy_version: int, tally: Tally) -> None:
+def _tally_records(batch: PreparedBatch, policy_version: int, tally: Tally, *, centred: bool) -> None:
     """What the records say of the trained tokens that the policy sampled: their age in versions, their kept sets."""
+    if batch.num_policy:
+        tally.total("credit/variance", float(batch.credit.double().var(correction=0)))
     for prepared in batch.micro_batches:
         columns, tokens = prepared.micro_batch.columns, prepared.rows.tokens[prepared.policy_P.numpy()]
         ages = torch.from_numpy(ages_of(prepared, policy_version))
         tally.mean("staleness/mean", ages)
         tally.highest("staleness/max", ages)
+        tally.mean("credit/mean", prepared.credit_P)
+        if centred:
+            recorded = np.diff(columns.kept.offsets)[tokens] > 0
+            tally.mean("correction/centred", torch.from_numpy(recorded))
         tally.mean("kept/singleton_share", torch.from_numpy(np.diff(columns.kept.offsets)[tokens] == 1))

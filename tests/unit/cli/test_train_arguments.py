@@ -58,7 +58,7 @@ def test_an_unknown_option_fails_with_the_nearest_name(words, nearest, tmp_path,
         ("learnign_rate = 3e-4\n", "there is no setting --learnign-rate: did you mean --optimizer.learning-rate?"),
         ("[optimzer]\nlearning_rate = 3e-4\n", "there is no setting --optimzer: did you mean --optimizer?"),
         ("[optimizer]\nlearning_rate = -1.0\n", "--optimizer.learning-rate: Input should be greater than 0, got -1.0"),
-        ("[loss]\ntype = 'ppo'\n", "'ppo'"),
+        ("[loss]\ntype = 'trpo'\n", "'trpo'"),
         ("seed = \n", "Invalid TOML"),
     ],
 )

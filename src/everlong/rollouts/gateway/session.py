@@ -239,7 +239,8 @@ class Session:
     async def _record(self, pending: Pending) -> ChatReply:
         turn = len(self.turns)
         await self._journal.turn_sampled(self.order, turn, len(pending.reply.columns))
-        self._conversation.add(pending.prompt, pending.reply, pending.chat.message)
+        chat = pending.chat
+        self._conversation.add(pending.prompt, pending.reply, chat.message, malformed=chat.malformed and not chat.cut)
         return msgspec.structs.replace(pending.chat, turn=turn)
 
     async def _uncounted(self, request: GenerateRequest, ended: BaseException) -> None:
