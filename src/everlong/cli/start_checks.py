@@ -20,7 +20,7 @@ from everlong.cli.rendering import make_renderer
 from everlong.cli.run_folder import RunFolder
 from everlong.cli.store_owner import local_store, refuse_taken_store
 from everlong.cli.traces import tasks_to_show
-from everlong.engines.config import VllmConfig
+from everlong.engines.config import VllmConfig, engines_of
 from everlong.environments.grading.grader import open_grader
 from everlong.environments.grading.verifier import check_time_budget, check_verdict_paths
 from everlong.environments.sandboxes.opening import open_backend
@@ -71,10 +71,11 @@ def _check_parts(config: RunConfig) -> None:
     open_grader(config.grading)
     if config.sandbox.root is not None:
         _check_place("--sandbox.root", config.sandbox.root)
-    if isinstance(config.engine, VllmConfig) and config.engine.url is None:
-        from everlong.engines.vllm_engine.server import find_python
+    for engine in engines_of(config.engine):
+        if isinstance(engine, VllmConfig) and engine.url is None:
+            from everlong.engines.vllm_engine.server import find_python
 
-        find_python(config.engine.python)
+            find_python(engine.python)
     if isinstance(config.model, OwnModel | FolderModel):
         find_model(config.model)
     if not isinstance(config.model, ScriptedModel) and find_spec("torch") is None:

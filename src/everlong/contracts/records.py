@@ -327,7 +327,8 @@ class EngineMismatch(Record, frozen=True, kw_only=True):
     engine: int
     """Its number in the pool."""
     age: int
-    """Policy versions between the one that sampled and the one that trains."""
+    """Policy versions between the one under which their turn began and the one that trains: what an engine had in its cache when
+    an update came stays, so that later tokens of the turn are of both."""
     num_tokens: int
     total: float
     """Sum of |log(p0/q)| in nats."""

@@ -41,7 +41,7 @@ from everlong.orchestrator import events
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.measuring import batch_metrics, engine_metrics, loss_metrics, signal_metrics
 from everlong.orchestrator.outcomes import eval_outcome, replaced_outcome, train_outcomes
-from everlong.orchestrator.pool_watch import Judge, PoolWatch, member_metrics
+from everlong.orchestrator.pool_watch import Judge, PoolWatch, member_metrics, unsigned
 from everlong.orchestrator.window import BUSY_S, BatchWindow
 from everlong.rollouts.leash import leashed
 from everlong.rollouts.pausing import Pause
@@ -283,7 +283,8 @@ class RunConductor:
         for member in self._members(purpose, group):
             kept = self._kept.pop(member.episode, None)
             if kept is None and member.payload_key:
-                kept = await asyncio.to_thread(self._parts.episodes.get, member.payload_key, member.payload_hash)
+                get = self._parts.episodes.get
+                kept = unsigned(await asyncio.to_thread(get, member.payload_key, member.payload_hash))
             if kept is not None:
                 episodes.append(kept)
         return episodes

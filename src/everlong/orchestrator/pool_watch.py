@@ -5,8 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
+import msgspec
+import numpy as np
+
 from everlong.contracts.errors import EngineError
-from everlong.contracts.records import EngineMismatch, MemberState, MemberStatus
+from everlong.contracts.records import EngineMismatch, Episode, MemberState, MemberStatus
+from everlong.contracts.tokens import NO_ENGINE, TokenColumns
 from everlong.ledger.facts import EngineChanged
 from everlong.ledger.writer import LedgerWriter
 
@@ -38,6 +42,17 @@ class PoolWatch:
         if MemberState.QUARANTINED in states and not states & {MemberState.SERVING, MemberState.JOINING}:
             reasons = "; ".join(f"{member.engine} is {member.state}: {member.reason}" for member in members)
             raise EngineError(f"no engine of the pool is left, the run stops and can be resumed; {reasons}")
+
+
+def unsigned(episode: Episode) -> Episode:
+    """Without who sampled its tokens. Of one that an earlier process of the run stored: its engines may have been mended since, and
+    those of this process are judged by what they sample themselves."""
+    turns = tuple(msgspec.structs.replace(turn, sampled=_unsigned(turn.sampled)) for turn in episode.turns)
+    return msgspec.structs.replace(episode, turns=turns)
+
+
+def _unsigned(columns: TokenColumns) -> TokenColumns:
+    return columns.replace(engines=np.full(len(columns), NO_ENGINE, np.int16))
 
 
 def member_metrics(members: Sequence[MemberStatus]) -> dict[str, float]:

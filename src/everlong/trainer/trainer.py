@@ -186,8 +186,8 @@ class PolicyTrainer:
         for name, value in mismatch_metrics(mismatch, batch.branches).items():
             tally.total(name, value)
         engines = np.concatenate([numbers_of(micro_batch) for micro_batch in batch.micro_batches])
-        ages = np.concatenate([ages_of(micro_batch, self._num_batches) for micro_batch in batch.micro_batches])
-        return mismatch_by_engine(mismatch, engines, ages)
+        began = np.concatenate([versions_at_begin(micro_batch) for micro_batch in batch.micro_batches])
+        return mismatch_by_engine(mismatch, engines, self._num_batches - began)
 
     def _ask_reference(self, batch: PreparedBatch, tally: Tally) -> tuple[torch.Tensor, ...] | None:
         if self._reference is None:
@@ -286,6 +286,16 @@ def ages_of(prepared: PreparedMicroBatch, policy_version: int) -> np.ndarray:
 def numbers_of(prepared: PreparedMicroBatch) -> np.ndarray:
     """int16[P]: which engine of a pool sampled each trained token that the policy sampled."""
     return prepared.micro_batch.columns.engines[prepared.rows.tokens[prepared.policy_P.numpy()]]
+
+
+def versions_at_begin(prepared: PreparedMicroBatch) -> np.ndarray:
+    """int32[P]: under which version the turn began of each trained token that the policy sampled."""
+    columns = prepared.micro_batch.columns
+    begins_T = np.diff(columns.sampled, prepend=False)
+    begins_T[[segment.start for segment in prepared.micro_batch.segments]] = True
+    (starts,) = np.nonzero(begins_T)
+    turns_T = np.searchsorted(starts, np.arange(len(columns)), side="right") - 1
+    return columns.versions[starts[turns_T[prepared.rows.tokens[prepared.policy_P.numpy()]]]]
 
 
 def _tally_records(batch: PreparedBatch, policy_version: int, tally: Tally) -> None:

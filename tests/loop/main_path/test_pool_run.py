@@ -19,8 +19,11 @@ from everlong.contracts.records import MemberState, Purpose
 from everlong.engines.config import EmbeddedConfig, PoolConfig, VllmConfig
 from everlong.engines.pool import pool
 from everlong.ledger import EngineChanged, EpisodeStore, check_ledger, read_lifecycle
+from everlong.models.adapter_config import LoraConfig, NoAdapter
 from everlong.models.numerics import NumericsUnavailable, self_test
 from everlong.observe import MemorySink
+from everlong.orchestrator.config import AsyncConfig, PartialConfig
+from everlong.orchestrator.events import EpisodeEnded
 from everlong.orchestrator.loop import run
 from everlong.storage import open_store
 from everlong.weights import RawTensor, WeightReader, WeightSet, fingerprint
@@ -68,13 +71,20 @@ def _coarse(raw):
     return RawTensor(raw.dtype, raw.shape, raw.bits & np.uint32(0xFFFF0000))
 
 
-def config_of(folder, engine, worker="inline", num_batches=NUM_RL):
+def config_of(folder, engine, worker="inline", num_batches=NUM_RL, **others):
     base = small_config(make_tasks(folder.parent / "tasks", easy=True), folder, "toy", NUM_WARMUP)
     schedule = base.schedule.model_copy(update={"num_batches": num_batches, "groups_per_batch": 2})
     sampling = SamplingConfig(max_tokens=12, temperature=0.8)
     admission = base.admission.model_copy(update={"zero_signal": "keep"})
     return base.model_copy(
-        update={"worker": worker, "schedule": schedule, "sampling": sampling, "engine": engine, "admission": admission}
+        update={
+            "worker": worker,
+            "schedule": schedule,
+            "sampling": sampling,
+            "engine": engine,
+            "admission": admission,
+            **others,
+        }
     )
 
 
@@ -114,10 +124,11 @@ def rows_of(sink):
     return [row for row in rows if "engine/0-embedded/serving" in row]
 
 
-async def test_a_run_with_two_engines_ends_in_the_bits_of_a_run_with_one(tmp_path):
-    one = config_of(tmp_path / "one", SMALL)
+@pytest.mark.parametrize("adapter", [NoAdapter(), LoraConfig(rank=4)], ids=["whole", "adapters"])
+async def test_a_run_with_two_engines_ends_in_the_bits_of_a_run_with_one(tmp_path, adapter):
+    one = config_of(tmp_path / "one", SMALL, adapter=adapter)
     await drive(one, MemorySink())
-    two, sink = config_of(tmp_path / "two", PAIR, worker="process"), MemorySink()
+    two, sink = config_of(tmp_path / "two", PAIR, worker="process", adapter=adapter), MemorySink()
     await drive(two, sink)
     assert samplers(one) == {-1} and samplers(two) == {0, 1}
     assert fingerprints(two) == fingerprints(one)
@@ -166,6 +177,60 @@ async def test_where_every_engine_is_wrong_the_run_stops_and_goes_on_when_one_is
     assert check_ledger(config.output).ok
     last = rows_of(sink)[-1]
     assert [last[f"engine/{engine}/mismatch"] for engine in PAIR.names] == [0.0, 0.0]
+
+
+class Killed(Exception):
+    """Stands for a SIGKILL of the control process."""
+
+
+class Dying:
+    """A conductor that dies when so many training episodes have ended; what was under way writes nothing more."""
+
+    def __init__(self, conductor, num_episodes):
+        self._conductor, self._left = conductor, num_episodes
+        self.begin, self.close = conductor.begin, conductor.close
+
+    async def next_event(self, wake_at_s):
+        event = await self._conductor.next_event(wake_at_s)
+        self._left -= isinstance(event, EpisodeEnded) and event.order.purpose is Purpose.TRAIN
+        if self._left == 0:
+            raise Killed
+        return event
+
+
+async def test_engines_that_were_mended_are_not_judged_by_what_they_sampled_before(tmp_path, monkeypatch):
+    config = config_of(tmp_path / "run", PAIR.model_copy(update={"mismatch_tokens": 10}), num_batches=1)
+    folder = RunFolder(config.output)
+    folder.create(config)
+    with monkeypatch.context() as broken:
+        broken.setattr(cell, "WeightReader", Coarse)
+        async with open_control(config, folder, MemorySink(), time.monotonic, resume=False) as control:
+            with pytest.raises(Killed):
+                await run(control.scheduler, Dying(control.conductor, 5), time.monotonic)
+    sink = MemorySink()
+    await drive(config, sink, resume=True)
+    (row,) = rows_of(sink)
+    assert [row[f"engine/{engine}/mismatch"] for engine in PAIR.names] == [0.0, 0.0]
+    assert row["mismatch/max"] > 0, "tokens of the wrong engines are among those that train"
+    assert {state for _, state in changes(config)} == {MemberState.SERVING}
+
+
+@pytest.mark.parametrize(
+    "schedule", [PartialConfig(completion=0.5), AsyncConfig(max_staleness=2)], ids=lambda s: s.type
+)
+async def test_a_pool_serves_where_episodes_outlive_updates_and_every_engine_that_is_right_stays(tmp_path, schedule):
+    """Both engines are in the process that samples; with `async` the trainer has another."""
+    settings = {"num_batches": 4, "groups_per_batch": 2, "group_size": 4, "checkpoint_every": 2}
+    schedule, engine = schedule.model_copy(update=settings), PAIR.model_copy(update={"mismatch_bound": 0.3})
+    config, sink = config_of(tmp_path / "run", engine, worker="process", schedule=schedule), MemorySink()
+    await drive(config, sink)
+    assert samplers(config) == {0, 1}
+    assert changes(config) == [(engine, MemberState.SERVING) for engine in PAIR.names]
+    rows = rows_of(sink)
+    assert len(rows) == 4
+    assert max(row["staleness/max"] for row in rows) >= 1, "some tokens are older than the weights that they train"
+    assert all(0 <= row["idle/engine"] <= 1 for row in rows)
+    assert check_ledger(config.output).ok
 
 
 async def test_an_engine_of_ours_and_a_server_that_dies_serve_one_run_and_no_episode_is_lost(tmp_path, monkeypatch):

@@ -31,9 +31,13 @@ RELATIVE = {
 }
 
 
-def test_every_path_of_a_config_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+POOL = {"type": "pool", "members": [{"type": "embedded"}, RELATIVE["engine"]]}
+
+
+@pytest.mark.parametrize("engine", [RELATIVE["engine"], POOL], ids=["one engine", "pool"])
+def test_every_path_of_a_config_becomes_absolute(engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = RunConfig.model_validate(RELATIVE)
+    config = RunConfig.model_validate({**RELATIVE, "engine": engine})
     assert len(relative_paths(config)) == 7, "a path that this test knows nothing of would be lost here"
     found = absolute_paths(config)
     assert relative_paths(found) == []

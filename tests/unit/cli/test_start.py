@@ -56,6 +56,10 @@ REFUSED = {
     "no such harness": ("--harness.type nowhere:Agent", "nowhere"),
     "no such grading": ("--grading.type nowhere:judge", "nowhere"),
     "no such engine": ("--model.type toy --engine.type vllm --engine.python MADE/python", "MADE/python"),
+    "no such engine in a pool": (
+        '--model.type toy --engine.type pool --engine.members [{"type":"embedded"},{"type":"vllm","python":"MADE/python"}]',
+        "MADE/python",
+    ),
 }
 
 

@@ -46,7 +46,8 @@ def where(action):
 
 
 def measured(*parts):
-    return Measured(tuple(EngineMismatch(engine=e, age=a, num_tokens=n, total=n * mean) for e, a, n, mean in parts))
+    mismatch = (EngineMismatch(engine=e, age=a, num_tokens=n, total=n * mean) for e, a, n, mean in parts)
+    return Measured(tuple(mismatch), at_s=0.0)
 
 
 def states(pool):
@@ -65,6 +66,20 @@ def test_an_engine_that_is_three_times_as_fast_gets_three_quarters_of_the_reques
     pool.on_event(Answered(101, num_tokens=100, at_s=10.0))
     assert pool.speeds == {"e0": 30.0, "e1": 10.0}
     assert [ask(pool, ticket, at_s=10.0) for ticket in range(40)].count(0) == 30
+
+
+def test_an_engine_that_was_slow_once_or_never_measured_gets_one_turn_after_every_update():
+    """Else it would get nothing while the others have free slots, and nobody would see how fast it is."""
+    pool = serving(64, 64, 1)
+    assert [ask(pool, ticket) for ticket in (100, 101)] == [0, 1]
+    pool.on_event(Answered(100, num_tokens=300, at_s=1.0))
+    pool.on_event(Answered(101, num_tokens=3, at_s=100.0))
+    assert [ask(pool, ticket, "long", at_s=100.0) for ticket in range(3)] == [2, 0, 0], "a turn, not the episode"
+    assert [ask(pool, ticket, at_s=100.0) for ticket in range(3, 9)] == [0] * 6
+    pool.on_event(VersionWanted(2))
+    for engine in range(3):
+        pool.on_event(Updated(engine, 2, 100.0))
+    assert [ask(pool, ticket, at_s=100.0) for ticket in range(20, 26)] == [1, 0, 0, 0, 0, 0], "the others have some"
 
 
 def test_an_engine_without_a_free_slot_is_asked_last_however_fast():
@@ -139,6 +154,16 @@ def test_a_request_waits_for_the_one_that_is_being_updated_and_for_nobody_else()
     assert pool.num_waiting == 1
     assert pool.on_event(UpdateFailed(0, "gone", False, 1.0)) == []
     assert pool.on_event(Updated(1, 2, 2.0)) == [Send(1, 1)]
+
+
+def test_a_request_does_not_wait_for_an_engine_that_is_quarantined_while_it_is_updated():
+    pool = serving(4, 4, 4)
+    pool.on_event(VersionWanted(2))
+    pool.on_event(Updated(0, 2, 1.0))
+    assert pool.on_event(UpdateFailed(1, "gone", False, 1.0)) == []
+    assert ask(pool, 0, min_policy_version=2) == 0
+    assert pool.on_event(Broke(0, "lost", 1.0)) == [], "it waits for the third"
+    assert pool.on_event(measured((2, 0, 100, 9.0))) == [Refuse(0)]
 
 
 def test_a_version_that_nobody_can_reach_leaves_every_engine_as_it_was():
@@ -293,9 +318,10 @@ class FaultSchedules(RuleBasedStateMachine):
     @rule(engine=st.integers(0, NUM - 1), mean=st.sampled_from([0.0, 5.0]))
     def a_batch_is_trained(self, engine, mean):
         """Those that are left are good; one engine of the pool always stays."""
-        self.take(self.pool.on_event(measured((engine, 0, 10, mean))))
+        actions = self.pool.on_event(measured((engine, 0, 10, mean)))
         if mean:
             self.quarantined.add(engine)
+        self.take(actions)
         assert (self.pool.members()[engine].state is MemberState.QUARANTINED) == (engine in self.quarantined)
 
     @invariant()

@@ -84,6 +84,7 @@ def test_pools_that_cannot_work_are_refused(settings, message):
     [
         pytest.param({"numerics": "aligned"}, "take engines of type embedded only", id="aligned"),
         pytest.param({"sampling": {"top_p": 0.9}}, "an engine of type vllm gives only", id="kept sets"),
+        pytest.param({"adapter": {"type": "lora"}}, "an engine of type vllm loads whole weights", id="adapters"),
         pytest.param({"model": {"type": "scripted"}}, "engine.type=pool has no effect", id="scripted"),
     ],
 )

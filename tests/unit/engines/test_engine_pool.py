@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 from tests.engine_contract import TOKEN_BYTES, VOCAB, ask, published
@@ -199,6 +200,20 @@ async def test_the_pool_tells_what_its_engines_tell_summed_and_each(make):
     metrics = (await pool.status()).metrics
     assert metrics["replies"] == 5.0 == metrics["0-embedded/replies"] + metrics["1-embedded/replies"]
     assert metrics["1-embedded/policy_version"] == 3.0
+
+
+class Telling(ScriptedEngine):
+    async def status(self):
+        status = await super().status()
+        return msgspec.structs.replace(status, metrics={**status.metrics, "busy_s": 2.0})
+
+
+@pytest.mark.parametrize(("second", "busy_s"), [(Telling, 4.0), (ScriptedEngine, None)], ids=["both", "one"])
+async def test_how_long_a_pool_computed_is_known_only_where_every_engine_tells_it(make, second, busy_s):
+    pool = make(Telling, second)
+    await pool.update(3)
+    metrics = (await pool.status()).metrics
+    assert (metrics["0-embedded/busy_s"], metrics.get("busy_s")) == (2.0, busy_s)
 
 
 async def test_a_pool_whose_engines_are_all_out_of_reach_of_a_version_keeps_what_it_had(make):

@@ -198,6 +198,21 @@ async def test_ratios_are_exactly_one_when_the_weights_are_the_samplers():
     assert metrics["mismatch/effective_share"] == 1.0
 
 
+async def test_mismatch_is_told_by_engine_and_by_the_version_under_which_a_turn_began():
+    """An update came into the first turn: its last tokens were sampled over what the older weights had left in the cache."""
+    trainer = trainer_of()
+    await trainer.train(some_batch(0))
+    answers = [
+        sampled([1, 2, 3, 4], 1.0, version=[0, 0, 1, 1]).replace(engines=np.zeros(4, np.int16)),
+        sampled([5, 6], 1.0, version=1).replace(engines=np.ones(2, np.int16)),
+        sampled([7], 1.0, version=0).replace(engines=np.ones(1, np.int16)),
+        sampled([8], 1.0, version=1),
+    ]
+    report = await trainer.train(batch_of(1, *answers))
+    assert [(part.engine, part.age, part.num_tokens) for part in report.mismatch] == [(0, 1, 4), (1, 0, 2), (1, 1, 1)]
+    assert report.metrics["staleness/mean"] == pytest.approx(3 / 8)
+
+
 @pytest.mark.parametrize("lost", ["kept", "temperatures"])
 async def test_a_lost_kept_set_or_temperature_shows_in_the_mismatch(lost):
     model = tiny(numerics=Numerics.ALIGNED)

@@ -48,6 +48,8 @@ class _Member:
     updating: int | None = None
     """The version that it is loading."""
     wanted: int = NO_VERSION
+    asked: bool = False
+    """Whether a request was sent to it since it holds this version."""
     failures: int = 0
     """In a row."""
     reason: str = ""
@@ -61,6 +63,11 @@ class _Member:
     @property
     def trusted(self) -> bool:
         return self.state is not MemberState.QUARANTINED
+
+    @property
+    def unheard(self) -> bool:
+        """Whether it has nothing to do and has had nothing since its last update."""
+        return not self.asked and not self.tickets
 
     def may_hold(self, policy_version: int) -> bool:
         """Whether the update under way, if it succeeds, brings a version that is new enough."""
@@ -115,7 +122,7 @@ class Dispatcher:
                 return self._update_failed(event)
             case Measured():
                 self._judge(event.mismatch)
-                return []
+                return self._place_waiting(event.at_s)
 
     # What is known ---------------------------------------------------------------------------------------------------
 
@@ -176,12 +183,17 @@ class Dispatcher:
         )
 
     def _send(self, request: _Request, fit: Sequence[int], at_s: float) -> Send:
-        home = self._homes.pop(request.episode, None)
-        index = home if home is not None and home in fit else min(fit, key=self._load)
-        self._homes[request.episode] = index
+        """To the episode's engine, else to the one that is through soonest. But one that is unheard gets this turn, and not
+        the episode, so that an engine which was slow once, or has few slots, is measured, and measured again."""
+        home = index = self._homes.pop(request.episode, -1)
+        if home not in fit:
+            home = min(fit, key=self._load)
+            index = next((other for other in fit if self._members[other].unheard), home)
+        self._homes[request.episode] = home
         if len(self._homes) > MAX_EPISODES:
             self._homes.popitem(last=False)
         member = self._members[index]
+        member.asked = True
         if not member.tickets:
             member.speed.begin(at_s)
         member.tickets.add(request.ticket)
@@ -248,7 +260,7 @@ class Dispatcher:
 
     def _updated(self, event: Updated) -> list[Action]:
         member = self._members[event.engine]
-        member.updating, member.version = None, event.policy_version
+        member.updating, member.version, member.asked = None, event.policy_version, False
         if member.trusted and not member.serves:
             member.state, member.reason, member.failures = MemberState.SERVING, "", 0
             self._halted = False

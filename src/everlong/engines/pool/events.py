@@ -65,6 +65,7 @@ class Measured:
     """What training on a batch said of those who had sampled it."""
 
     mismatch: tuple[EngineMismatch, ...]
+    at_s: float
 
 
 Event = Asked | Answered | Broke | Withdrawn | VersionWanted | Updated | UpdateFailed | Measured

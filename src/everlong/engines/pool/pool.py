@@ -34,6 +34,8 @@ LAG_S = 5.0
 """How long an update waits for the slower engines once one holds the version; then they serve with their own until they have it."""
 MEANS = ("batch_size_mean", "cache_used")
 """What engines tell of themselves that is no sum."""
+OF_ALL = ("busy_s",)
+"""What is nothing of a pool where an engine keeps it to itself: seconds of some are not those in which the pool computed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,11 +122,11 @@ class EnginePool:
             fingerprint=next((one.fingerprint for one in told.values() if one.policy_version == version), ""),
             num_running=sum(one.num_running for one in told.values()),
             num_waiting=sum(one.num_waiting for one in told.values()) + self._dispatcher.num_waiting,
-            metrics=_metrics(told, self._dispatcher.speeds),
+            metrics=_metrics(told, len(self.members), self._dispatcher.speeds),
         )
 
     async def judge(self, mismatch: tuple[EngineMismatch, ...]) -> tuple[MemberStatus, ...]:
-        self._decide(events.Measured(mismatch))
+        self._decide(events.Measured(mismatch, self._now_s()))
         return self._dispatcher.members()
 
     async def close(self) -> None:
@@ -239,12 +241,13 @@ def _nothing_sampled(request: GenerateRequest) -> GenerateReply:
     return GenerateReply(request_id=request.request_id, columns=columns, finish_reason=FinishReason.ABORT)
 
 
-def _metrics(told: Mapping[str, EngineStatus], speeds: Mapping[str, float]) -> dict[str, float]:
+def _metrics(told: Mapping[str, EngineStatus], num_members: int, speeds: Mapping[str, float]) -> dict[str, float]:
     values: dict[str, float] = {f"{engine}/tokens_per_s": speed for engine, speed in speeds.items()}
     for engine, one in told.items():
         own = {**one.metrics, "running": one.num_running, "policy_version": one.policy_version}
         values |= {f"{engine}/{name}": float(value) for name, value in own.items()}
     for name in sorted({name for one in told.values() for name in one.metrics}):
-        of_all = [one.metrics[name] for one in told.values() if name in one.metrics]
-        values[name] = sum(of_all) / len(of_all) if name in MEANS else sum(of_all)
+        known = [one.metrics[name] for one in told.values() if name in one.metrics]
+        if name not in OF_ALL or len(known) == num_members:
+            values[name] = sum(known) / len(known) if name in MEANS else sum(known)
     return values
