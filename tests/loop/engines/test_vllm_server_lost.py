@@ -44,6 +44,12 @@ def impatient(monkeypatch):
     monkeypatch.setattr(pulse, "ASK_EVERY_S", 0.05)
 
 
+async def until(holds):
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110  # what changes is in another process
+            await asyncio.sleep(0.05)
+
+
 def stop_servers(folder):
     for pid in processes_of("tests.fake_vllm", folder):
         os.kill(pid, signal.SIGSTOP)
@@ -186,8 +192,7 @@ async def test_a_server_that_is_slow_but_says_that_it_lives_is_left_alone(engine
         return came
 
     monkeypatch.setattr(engine._client, "answers", counted)
-    while answered <= 2 * pulse.MAX_UNANSWERED:
-        await asyncio.sleep(0.05)
+    await until(lambda: answered > 2 * pulse.MAX_UNANSWERED)
     assert not task.done()
     await engine._client.post("/resume")
     assert len((await task).columns) == 6
@@ -217,8 +222,7 @@ async def test_in_a_pool_requests_of_a_server_that_hangs_are_asked_elsewhere_whi
     pool = EnginePool(engines, PoolConfig(members=(VllmConfig(), VllmConfig())))
     try:
         await pool.update(3)
-        while not all(member.state is MemberState.SERVING for member in await pool.judge(())):
-            await asyncio.sleep(0.05)
+        await until(lambda: not pool._updates)
         stop_servers(folders[0])
         async with asyncio.timeout(60):
             replies = await asyncio.gather(*(pool.generate(ask(request_id=f"r{n}")) for n in range(4)))
