@@ -65,7 +65,9 @@ def _unknown_in_a_list(option: str, name: str, kinds: list[type[Config]], kind: 
 def _option_of(path: tuple[int | str, ...]) -> tuple[str, list[type[Config]], str]:
     """The option behind the place of a mistake, what its group may be, and which of that it is: a place names the variant, an
     option does not. An item of a list is `--group[0]`, and what stands in it `--group[0].name`, with the names of a file."""
-    option, group, kinds, chosen = "", [], [RunConfig], ""
+    option, chosen = "", ""
+    kinds: list[type[Config]] = [RunConfig]
+    group: list[type[Config]] = []
     of_group: list[object] = []
     for part in path:
         tags = {kind.model_fields["type"].default for kind in kinds if "type" in kind.model_fields}
