@@ -51,7 +51,9 @@ async def until(holds):
 
 
 def stop_servers(folder):
-    for pid in processes_of("tests.fake_vllm", folder):
+    pids = processes_of("tests.fake_vllm", folder)
+    assert pids
+    for pid in pids:
         os.kill(pid, signal.SIGSTOP)
 
 
