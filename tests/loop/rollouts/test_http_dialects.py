@@ -136,9 +136,10 @@ async def test_every_dialect_gives_the_engine_the_same_prompts():
 async def test_a_message_fits_the_official_types_and_says_what_was_found_in_the_cache():
     async with world(says(*SCRIPT), syntax="hermes") as w:
         async with claude(w) as client:
-            raw = await client.messages.with_raw_response.create(model="any", max_tokens=9, messages=[USER])
+            asked: Any = {"model": "any", "max_tokens": 9, "messages": [USER], "tools": [TOOL]}
+            raw = await client.messages.with_raw_response.create(**asked)
         message = anthropic.types.Message.model_validate_json(await raw.text(), strict=True)
-        again = await say(w, [USER])
+        again = await say(w, [USER], tools=[TOOL])
     turn = w.session.turns[0]
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
     assert message.content[2].input == {"command": "ls"}
