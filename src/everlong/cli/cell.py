@@ -181,6 +181,7 @@ def _vllm_engine(
         token_bytes=tokenizer.token_bytes(),
         context=context,
         config=settings,
+        pooled=isinstance(config.engine, PoolConfig),
     )
 
 

@@ -146,6 +146,8 @@ class EngineStatus(Record, frozen=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     metrics: dict[str, float] = {}
+    trouble: str = ""
+    """What of it is lost at the moment, and what is done or to be done about that."""
 
 
 class MemberState(StrEnum):
@@ -154,10 +156,17 @@ class MemberState(StrEnum):
     JOINING = "joining"
     """It has held no version yet."""
     SERVING = "serving"
+    LOST = "lost"
+    """It died or hangs and is being brought back: it gets no requests until it is."""
     FAILED = "failed"
     """It gets no requests until it holds a version again."""
     QUARANTINED = "quarantined"
     """What it says is too far from the trainer: it gets no requests any more."""
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether it answers requests, or will without anybody's doing."""
+        return self in (MemberState.JOINING, MemberState.SERVING, MemberState.LOST)
 
 
 class MemberStatus(Record, frozen=True, kw_only=True):
