@@ -106,10 +106,12 @@ def write_report(
     losses: Sequence[LossRow] = (),
     episodes: Sequence[EpisodeText] = (),
     gain: Gain | None = None,
+    warning: Sequence[str] = (),
 ) -> Path:
     """Write `report.html` into the run's folder, from its `metrics.jsonl` and `config.toml`; the path of the report.
 
     `summary`: what was trained and how, a sentence per part. `balance`: the ledger's counts, by table and row.
+    `warning`: what a reader must know first, line by line.
     `losses`: from the shortest episodes to the longest. `gain`: from the first evaluation to the last, on the same tasks.
     Parts that the run does not have yet are left out and said to be.
     """
@@ -117,6 +119,7 @@ def write_report(
     points = read_points(folder / METRICS_FILE)
     html = _template().render(
         name=folder.resolve().name,
+        warning=warning,
         summary=summary,
         panels=[(panel.title, _picture(panel)) for panel in read_panels(points)],
         evaluations=read_evaluations(points),
