@@ -35,7 +35,7 @@ from everlong.environments.tasks.config import TasksConfig
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
 from everlong.ledger import check_ledger, read_lifecycle
 from everlong.models.config import FolderModel, Smollm2Model
-from everlong.observe import Gain, paired_gain, read_points
+from everlong.observe import Gain, paired_gain, read_points, read_rows
 from everlong.orchestrator.config import RoundsConfig, WarmupConfig
 from everlong.rollouts.config import HarnessConfig
 from everlong.trainer.config import AdamWConfig
@@ -198,7 +198,7 @@ def seconds_of(run: RunFolder) -> float:
 
 
 def seconds_per_batch(run: RunFolder) -> float:
-    return seconds_of(run) / sum(point.axis == "batch" for point in read_points(run.metrics))
+    return seconds_of(run) / len(read_rows(read_points(run.metrics), "batch"))
 
 
 def main() -> None:

@@ -27,8 +27,9 @@ from everlong.cli.sinks import open_sinks, progress_console
 from everlong.cli.start_checks import check_start
 from everlong.cli.store_owner import claim_store
 from everlong.cli.toml import config_text
+from everlong.cli.untrained import TAUGHT_NOTHING, num_rl_batches, taught_nothing, untrained_lines
 from everlong.environments.tasks.sources import read_run_tasks
-from everlong.ledger import Ledger, RunFinished
+from everlong.ledger import Ledger, RunFinished, read_lifecycle
 from everlong.models.config import ScriptedModel
 from everlong.observe import Stages
 from everlong.orchestrator.loop import run
@@ -112,15 +113,21 @@ def _drive(
 
 
 def _tell(folder: RunFolder) -> None:
-    """Write the report and say what came of the run."""
-    report = write_run_report(folder)
+    """Write the report and say what came of the run. Ends with `TAUGHT_NOTHING` where that is nothing."""
+    report, config = write_run_report(folder), folder.open()
     for line in success_lines(folder):
         console.print(line, style="bold")
+    lifecycle = read_lifecycle(folder.ledger)
+    untrained = untrained_lines(config, num_rl_batches(lifecycle), lifecycle.episodes.values(), folder.path)
+    for line in untrained:
+        console.print(line, style="bold yellow", markup=False, soft_wrap=True)
     if folder.checkpoint.exists():
         console.print(f"checkpoint  {folder.checkpoint}")
     if folder.adapter.exists():
         console.print(f"adapter     {folder.adapter}")
     console.print(f"report      {report}")
+    if taught_nothing(config, untrained):
+        sys.exit(TAUGHT_NOTHING)
 
 
 async def _train(

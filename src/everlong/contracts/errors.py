@@ -85,6 +85,13 @@ class Reason(StrEnum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     """The episode did not end before the batch had to close."""
+    NEVER_BEGAN = "never_began"
+    """Others held every slot until the deadline: not one turn was asked for."""
+
+    @property
+    def ordered(self) -> bool:
+        """True where the run itself called the episode off."""
+        return self in (Reason.CANCELLED, Reason.DEADLINE, Reason.NEVER_BEGAN)
 
     @property
     def trustworthy(self) -> bool:

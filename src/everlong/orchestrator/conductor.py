@@ -39,7 +39,7 @@ from everlong.ledger.writer import LedgerWriter
 from everlong.observe.console import WARMUP
 from everlong.orchestrator import events
 from everlong.orchestrator.batches import BatchMaker
-from everlong.orchestrator.measuring import batch_metrics, engine_metrics, loss_metrics, signal_metrics
+from everlong.orchestrator.measuring import batch_metrics, ends, engine_metrics, loss_metrics, signal_metrics
 from everlong.orchestrator.outcomes import eval_outcome, replaced_outcome, train_outcomes
 from everlong.orchestrator.pool_watch import Judge, PoolWatch, member_metrics, unsigned
 from everlong.orchestrator.window import BUSY_S, BatchWindow
@@ -362,7 +362,8 @@ class RunConductor:
         values = {**made.metrics, **report.metrics, **engine, **sampling, **watch.seconds, **window}
         values |= loss_metrics(self._parts.ledger.lifecycle.loss_by_length_decile())
         values |= member_metrics(members)
-        self._parts.metrics.log("batch", action.batch, {**values, "deadlines": float(action.deadlines)})
+        met = {"deadlines": float(action.deadlines), "groups_postponed": float(action.postponed)}
+        self._parts.metrics.log("batch", action.batch, {**values, **met})
         await self._record_trained(action.batch, made, report.policy_version)
         await self._pool.record(members)
         return events.BatchDone(self._parts.clock(), action.batch, report.policy_version)
@@ -443,7 +444,8 @@ class RunConductor:
 
     async def _record_eval(self, action: events.RecordEval) -> events.Event:
         sampling = self._sampling_metrics(Purpose.EVAL)
-        rewards = [e.reward for group in action.groups for e in await self._group(Purpose.EVAL, group)]
+        episodes = [episode for group in action.groups for episode in await self._group(Purpose.EVAL, group)]
+        rewards = [episode.reward for episode in episodes]
         verdicts = [reward for reward in rewards if reward is not None]
         successes = sum(reward >= 1.0 for reward in verdicts)
         judged = {"success": successes / len(verdicts), "reward": float(np.mean(verdicts))} if verdicts else {}
@@ -452,6 +454,7 @@ class RunConductor:
             "episodes": float(len(verdicts)),
             "without_verdict": float(len(rewards) - len(verdicts)),
             "policy_version": float(action.policy_version),
+            **ends(episodes),
             **sampling,
         }
         self._parts.metrics.log("eval", action.index, values)

@@ -31,7 +31,11 @@ from everlong.contracts.records import (
     encode_record,
 )
 
+PING = "cell.ping"
+"""Asks a cell nothing, to hear from its process."""
+
 METHODS: dict[str, tuple[Any, Any]] = {
+    PING: (None, None),
     "engine.generate": (GenerateRequest, GenerateReply),
     "engine.abort": (tuple[str, ...], None),
     "engine.update": (int, EngineStatus),
