@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
 PATTERN = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+T = TypeVar("T")
 ImportPath = Annotated[str, Field(pattern=rf"^{PATTERN}$")]
 
 
@@ -18,6 +20,17 @@ def look_in(folder: str) -> None:
     if folder not in sys.path:
         working = (place for place, entry in enumerate(sys.path) if entry in ("", os.getcwd()))
         sys.path.insert(next(working, len(sys.path)), folder)
+
+
+def call_named(path: str, function: Callable[..., T], *arguments: object) -> T:
+    """What the code that `path` names gives. Raises ValueError where it would end the process, and what it raises otherwise."""
+    try:
+        return function(*arguments)
+    except SystemExit as error:
+        raise ValueError(
+            f"{path} called sys.exit({error.code!r}) where a part of the run was expected: let it raise what is wrong, and keep a "
+            "script's main part below `if __name__ == '__main__'`"
+        ) from error
 
 
 def load_named(path: str) -> Any:
@@ -31,7 +44,7 @@ def load_named(path: str) -> Any:
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
     try:
-        found = importlib.import_module(module)
+        found = call_named(path, importlib.import_module, module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there, and misses one of its own

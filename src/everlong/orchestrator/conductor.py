@@ -185,7 +185,7 @@ class RunConductor:
         await self._parts.ledger.append(*self._opening_facts(order))
         episode = await self._attempt(order)
         if self._parts.worker_lost():
-            raise WorkerDied("a worker process is gone; `everlong resume RUN` goes on from what is stored")
+            raise WorkerDied("a worker process is gone")
         await self._store(episode)
         error = episode.error or episode.verdict.output
         return events.EpisodeEnded(self._parts.clock(), order, episode.reason, episode.reward, error)

@@ -46,7 +46,7 @@ class Connection:
 
     async def call(self, method: str, argument: object = None) -> Any:
         if self.lost.done():
-            raise WorkerDied(f"{method}: the worker is gone; `everlong resume RUN` goes on from the last checkpoint")
+            raise WorkerDied(f"{method}: the worker is gone")
         call_id = next(self._ids)
         future = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = (method, future)
