@@ -245,6 +245,7 @@ def _parts(
         metrics=metrics,
         task_hashes={id: task.task.content_hash for id, task in tasks.by_id().items()},
         clock=clock,
+        say=stages.say,
         worker_lost=cell.lost,
         pause=sampling.pause,
         apart=cell.apart,

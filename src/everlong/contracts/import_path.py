@@ -6,12 +6,11 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
 PATTERN = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
-T = TypeVar("T")
 ImportPath = Annotated[str, Field(pattern=rf"^{PATTERN}$")]
 
 
@@ -22,7 +21,7 @@ def look_in(folder: str) -> None:
         sys.path.insert(next(working, len(sys.path)), folder)
 
 
-def call_named(path: str, function: Callable[..., T], *arguments: object) -> T:
+def call_named(path: str, function: Callable[..., Any], *arguments: object) -> Any:
     """What the code that `path` names gives. Raises ValueError where it would end the process, and what it raises otherwise."""
     try:
         return function(*arguments)

@@ -14,6 +14,7 @@ from everlong.contracts.records import (
     GenerateRequest,
     MemberStatus,
     PublishedVersion,
+    Reconciled,
     ScoredColumns,
     ScoreRequest,
     TrainBatch,
@@ -133,6 +134,9 @@ class RemoteTrainer:
 
     async def restore(self, num_batches: int | None = None) -> TrainerStatus:
         return await self._call("trainer.restore", num_batches)
+
+    async def reconcile(self) -> Reconciled:
+        return await self._call("trainer.reconcile")
 
     async def publish(self) -> PublishedVersion:
         return await self._call("trainer.publish")
