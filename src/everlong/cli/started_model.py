@@ -21,7 +21,7 @@ from everlong.models.source import ModelSource
 if TYPE_CHECKING:
     from everlong.models.llama.model import Llama
 
-KEY = "model.json"
+KEY = "started-model.json"
 _READ = ("config.json", "tokenizer.json")
 """What decides, beside the weights, what a token is and how it is computed."""
 _LATER = ("checkpoints", "weights/versions")

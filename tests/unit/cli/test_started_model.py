@@ -84,7 +84,7 @@ def test_a_record_of_a_start_that_came_to_nothing_binds_nobody(tmp_path: Path, o
 
 def test_a_damaged_record_is_named(opened: Opened) -> None:
     opened.store.put(KEY, b"{")
-    with pytest.raises(StoreError, match="model.json .* is damaged"):
+    with pytest.raises(StoreError, match="started-model.json .* is damaged"):
         opened.open()
 
 
