@@ -152,11 +152,18 @@ class Control:
 
 @asynccontextmanager
 async def open_control(
-    config: RunConfig, folder: RunFolder, metrics: MetricSink, clock, *, resume: bool, stages: Stages = SILENT
+    config: RunConfig,
+    folder: RunFolder,
+    metrics: MetricSink,
+    clock,
+    *,
+    resume: bool,
+    stages: Stages = SILENT,
+    tasks: RunTasks | None = None,
 ) -> AsyncGenerator[Control]:
-    """Everything open and brought to where the ledger says the run stands; closed in the other order."""
-    with stages.stage("reading the tasks"):
-        tasks = read_run_tasks(config.tasks)
+    """Everything open and brought to where the ledger says the run stands; closed in the other order. `tasks`: where they were
+    read already."""
+    tasks = tasks or read_run_tasks(config.tasks)
     async with AsyncExitStack() as stack:
         ledger = Ledger.open(folder.ledger)
         stack.callback(ledger.close)
@@ -246,6 +253,7 @@ def _parts(
         metrics=metrics,
         task_hashes={id: task.task.content_hash for id, task in tasks.by_id().items()},
         clock=clock,
+        say=stages.say,
         worker_lost=cell.lost,
         pause=sampling.pause,
         apart=cell.apart,

@@ -384,6 +384,20 @@ class TrainerStatus(Record, frozen=True, kw_only=True):
     fingerprint: str
 
 
+class Reconciled(Record, frozen=True, kw_only=True):
+    """How the weights that a trainer came to stand against the version that was published under their number."""
+
+    policy_version: int
+    trained: str
+    """Fingerprint of what the trainer came to."""
+    published: str | None
+    """Of what was published, which the trainer now holds; None where nothing was."""
+
+    @property
+    def adopted(self) -> bool:
+        return self.published not in (None, self.trained)
+
+
 class PublishedVersion(Record, frozen=True, kw_only=True):
     """A policy version that the object store holds whole."""
 
