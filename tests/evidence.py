@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def keep_to_one_code(work: Path, paths: Sequence[str]) -> None:
+    """Make the work folder, whose runs may be gone on with, and exit where they were made by other code below `paths`."""
+    work.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    for path in sorted(file for name in paths for file in _sources(ROOT / name)):
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
+    made_by = work / "made-by"
+    if not made_by.exists():
+        if any(work.iterdir()):
+            sys.exit(f"{work} holds runs, and nothing says by which code they were made: remove it, or give --work")
+        made_by.write_text(digest.hexdigest())
+    elif made_by.read_text() != digest.hexdigest():
+        sys.exit(f"{work} holds runs of other code below {', '.join(paths)}: remove it, or give --work")
+
+
+def _sources(path: Path) -> list[Path]:
+    return [path] if path.is_file() else list(path.rglob("*.py"))
 
 
 def write_evidence(

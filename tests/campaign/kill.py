@@ -35,7 +35,7 @@ import numpy as np
 from tests.campaign.comparing import Outcome, differences, facts_of, num_facts, outcome_of, sampled_twice
 from tests.campaign.processes import Process, child_worker, left_over
 from tests.campaign.small_run import make_tasks, small_config, start, start_train
-from tests.evidence import ROOT, write_evidence
+from tests.evidence import ROOT, keep_to_one_code, write_evidence
 
 from everlong.cli.config import WeightsConfig
 from everlong.contracts.records import Record
@@ -280,7 +280,7 @@ def main() -> None:
     if args.kills < 1:
         parser.error(f"--kills must be at least 1, got {args.kills}")
     work = (args.work or ROOT / "runs" / f"kill-{args.model}-{args.seed}").absolute()
-    work.mkdir(parents=True, exist_ok=True)
+    keep_to_one_code(work, PATHS)
     campaign = Campaign(work, args.model, args.warmup, args.seed)
     runs = []
     for run in campaign.run(args.kills):

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.evidence import ROOT, write_evidence
+from tests.evidence import ROOT, keep_to_one_code, write_evidence
 
 from everlong.cli.config import ObserveConfig, RunConfig, SamplingConfig
 from everlong.cli.run_folder import RunFolder
@@ -210,6 +210,7 @@ def main() -> None:
     )
     parser.add_argument("--evidence", type=Path, default=ROOT / "docs" / "evidence" / "learning.json")
     args = parser.parse_args()
+    keep_to_one_code(args.work.absolute(), PATHS)
     study = Study(args.work.absolute(), args.batches)
     rows = []
     for seed in range(args.seeds):

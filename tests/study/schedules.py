@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
-from tests.evidence import ROOT, write_evidence
+from tests.evidence import ROOT, keep_to_one_code, write_evidence
 
 mpl.use("Agg")  # no display
 from matplotlib import pyplot as plt
@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--evidence", type=Path, default=ROOT / "docs" / "evidence" / "schedules.json")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "pictures" / "schedules.png")
     args = parser.parse_args()
+    keep_to_one_code(args.work.absolute(), PATHS)
     study = Study(args.work.absolute(), args.model)
     found: dict[int, dict[str, RunFolder]] = {}
     for seed in range(args.seeds):

@@ -19,9 +19,12 @@ from everlong.environments.sandboxes.trees import copy_tree
 TOOLS = "/.everlong"
 """Where the sandbox sees the launcher, read-only."""
 _DOOR = "/run/everlong"
-ASK = f"""d={_DOOR}; n=$$; mkfifo $d/$n.in $d/$n.out || exit 1; echo $n > $d/ask; exec 3<&0; cat <&3 > $d/$n.in 2> /dev/null & exec 3<&- 0</dev/null
+ASK = f"""d={_DOOR}; n=$$; i=0
+until [ -p $d/ask ]; do i=$((i + 1)); [ $i -lt 3000 ] || {{ echo "the sandbox's first process made no door" >&2; exit 1; }}; sleep 0.01; done
+mkfifo $d/$n.in $d/$n.out || exit 1; echo $n > $d/ask; exec 3<&0; cat <&3 > $d/$n.in 2> /dev/null & exec 3<&- 0</dev/null
 cat $d/$n.out; kill $! 2> /dev/null; rm $d/$n.in $d/$n.out"""
-"""Run by `runsc exec`: has a launcher started by the first process, and speaks with it in its place. What `runsc exec` itself
+"""Run by `runsc exec`: has a launcher started by the first process, and speaks with it in its place. It may come before the first
+process has made its door: written to a door that is not there yet, the question would be a file that is read for ever. What `runsc exec` itself
 started is killed by gVisor when a checkpoint is restored, so processes that are to live on must come from the first one."""
 
 
