@@ -30,6 +30,10 @@ class RequestAborted(EngineError):
     """The request was aborted on purpose; what it sampled until then is lost to the caller and must be accounted for."""
 
 
+class EngineLost(EngineError):
+    """What computes for the engine is gone or hangs; nobody has seen an answer. `update` brings it back."""
+
+
 class StaleWeights(EngineError):
     """An engine was asked for a policy version that it cannot reach from the one it holds."""
 

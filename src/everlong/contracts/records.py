@@ -146,6 +146,8 @@ class EngineStatus(Record, frozen=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     metrics: dict[str, float] = {}
+    trouble: str = ""
+    """What of it is lost at the moment, and what is done or to be done about that."""
 
 
 class MemberState(StrEnum):
@@ -154,10 +156,17 @@ class MemberState(StrEnum):
     JOINING = "joining"
     """It has held no version yet."""
     SERVING = "serving"
+    LOST = "lost"
+    """It died or hangs and is being brought back: it gets no requests until it is."""
     FAILED = "failed"
     """It gets no requests until it holds a version again."""
     QUARANTINED = "quarantined"
     """What it says is too far from the trainer: it gets no requests any more."""
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether it answers requests, or will without anybody's doing."""
+        return self in (MemberState.JOINING, MemberState.SERVING, MemberState.LOST)
 
 
 class MemberStatus(Record, frozen=True, kw_only=True):
@@ -373,6 +382,20 @@ class TrainerStatus(Record, frozen=True, kw_only=True):
     """Batches trained so far: the next one is number `num_batches`."""
     policy_version: int
     fingerprint: str
+
+
+class Reconciled(Record, frozen=True, kw_only=True):
+    """How the weights that a trainer came to stand against the version that was published under their number."""
+
+    policy_version: int
+    trained: str
+    """Fingerprint of what the trainer came to."""
+    published: str | None
+    """Of what was published, which the trainer now holds; None where nothing was."""
+
+    @property
+    def adopted(self) -> bool:
+        return self.published not in (None, self.trained)
 
 
 class PublishedVersion(Record, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ import numpy as np
 
 from everlong.contracts.errors import LedgerError, Reason, WorkerDied
 from everlong.contracts.ports import Engine, MetricSink, Trainer
-from everlong.contracts.records import Episode, EpisodeOrder, Purpose, TrainBatch, TrainReport, Verdict
+from everlong.contracts.records import Episode, EpisodeOrder, Purpose, Reconciled, TrainBatch, TrainReport, Verdict
 from everlong.ledger.episodes import EpisodeStore
 from everlong.ledger.facts import (
     BatchClosed,
@@ -30,6 +30,7 @@ from everlong.ledger.facts import (
     GroupOpened,
     RunResumed,
     VersionPublished,
+    WeightsAdopted,
 )
 from everlong.ledger.facts import (
     EngineUpdated as EngineUpdatedFact,
@@ -75,6 +76,8 @@ class Parts:
     """Holds back the turns of the episodes."""
     apart: bool = False
     """Whether engine and trainer have processes, and compute, of their own."""
+    say: Callable[[str], None] = field(default=lambda line: None)
+    """Takes a line for whoever watches the run."""
     judge: Judge | None = None
     """Of a pool of engines; None where the run has one engine."""
 
@@ -88,6 +91,17 @@ class _Made:
     """None of a supervised batch."""
     metrics: dict[str, float]
     """What the episodes and the packing say, the same whenever it is made again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """A batch that was trained again, and what is to be said of it."""
+
+    batch: int
+    values: dict[str, float]
+    facts: tuple[Fact, ...]
+    compared: bool
+    """Whether a published version stands behind it."""
 
 
 class Stopwatch:
@@ -185,7 +199,7 @@ class RunConductor:
         await self._parts.ledger.append(*self._opening_facts(order))
         episode = await self._attempt(order)
         if self._parts.worker_lost():
-            raise WorkerDied("a worker process is gone; `everlong resume RUN` goes on from what is stored")
+            raise WorkerDied("a worker process is gone")
         await self._store(episode)
         error = episode.error or episode.verdict.output
         return events.EpisodeEnded(self._parts.clock(), order, episode.reason, episode.reward, error)
@@ -296,7 +310,9 @@ class RunConductor:
 
         A checkpoint ahead of the ledger is a batch that was trained but not yet recorded; a checkpoint behind it means
         that batches since then are trained again from their stored episodes. Each is measured again, since the crash
-        may have come before its row, and where a checkpoint is due after a batch it is saved.
+        may have come before its row, and where a checkpoint is due after a batch it is saved. Where other bits come out than were
+        published, the published ones are taken up. Nothing is said of a batch before it stands: a published version was compared
+        behind it, or there is none.
         """
         status = await self._parts.trainer.restore()
         lifecycle = self._parts.ledger.lifecycle
@@ -309,14 +325,35 @@ class RunConductor:
             )
         behind = min(status.num_batches, recorded)
         await self._parts.ledger.append(RunResumed(num_batches=behind if behind < lifecycle.num_trained else None))
+        await self._parts.ledger.append(*self._adopted(await self._parts.trainer.reconcile()))
+        untold: list[_Again] = []
         for batch in range(behind, recorded):
-            await self._train_again(batch, save=checkpoint_due(batch))
+            untold.append(await self._train_again(batch, save=checkpoint_due(batch)))
+            if untold[-1].compared or batch + 1 == recorded:
+                await self._tell(untold)
+                untold = []
         if status.num_batches > recorded:
             made = await self._made(recorded, lifecycle.batches[recorded].groups)
             self._parts.metrics.log("batch", recorded, made.metrics)
             await self._record_trained(recorded, made, status.policy_version)
 
-    async def _train_again(self, batch: int, *, save: bool) -> None:
+    def _adopted(self, found: Reconciled) -> tuple[Fact, ...]:
+        """What the ledger is told where the trainer took up what was published."""
+        if found.published is None or not found.adopted:
+            return ()
+        version = found.policy_version
+        self._parts.say(
+            f"policy version {version} came out with other bits here than were published, by another CPU or other threads: going on "
+            "with the published weights"
+        )
+        return (WeightsAdopted(version=version, trained=found.trained, published=found.published),)
+
+    async def _tell(self, trained: Sequence[_Again]) -> None:
+        for again in trained:
+            self._parts.metrics.log("batch", again.batch, again.values)
+            await self._parts.ledger.append(*again.facts)
+
+    async def _train_again(self, batch: int, *, save: bool) -> _Again:
         """A batch that the ledger knows as trained: its episodes have their ends."""
         watch = Stopwatch(self._parts.clock)
         made = await self._made(batch, self._parts.ledger.lifecycle.batches[batch].groups)
@@ -324,9 +361,14 @@ class RunConductor:
         watch.lap("packing")
         if made.packed:
             again = await self._credited(again, watch)
-        report = await self._train(again, save, watch)
-        self._parts.metrics.log("batch", batch, {**made.metrics, **report.metrics, **watch.seconds})
-        await self._parts.ledger.append(BatchTrained(batch=batch, policy_version=report.policy_version))
+        report = await self._train(again, False, watch)
+        found = await self._parts.trainer.reconcile()
+        if save:
+            await self._parts.trainer.save()
+        adopted = self._adopted(found)
+        values = {**made.metrics, **report.metrics, **watch.seconds, "weights_adopted": float(bool(adopted))}
+        trained = BatchTrained(batch=batch, policy_version=report.policy_version)
+        return _Again(batch, values, (trained, *adopted), compared=found.published is not None)
 
     async def _made(self, batch: int, groups: Sequence[int]) -> _Made:
         """The batch over these groups, from their episodes; without groups it is a supervised one, not packed here."""

@@ -112,11 +112,25 @@ class MasterOptimizer:
             target.copy_(state[name])
         self._publish()
 
+    @torch.no_grad()
+    def adopt(self, weights: Mapping[str, Tensor]) -> None:
+        """Take up the model's weights from elsewhere, by name, each in its own dtype. A master whose rounding is the weight stays,
+        every other becomes it; moments stay."""
+        for name, master in self._masters.items():
+            weight = weights[name]
+            same = _bits(master.to(weight.dtype)) == _bits(weight)
+            master.copy_(torch.where(same, master, weight.float()))
+        self._publish()
+
     def _publish(self) -> None:
         """Round the masters into the model's weights; nothing to do where they are one."""
         for name, weight in self._weights.items():
             if weight.dtype != torch.float32:
                 weight.copy_(self._masters[name])
+
+
+def _bits(weight: Tensor) -> Tensor:
+    return weight.view(torch.int32 if weight.dtype == torch.float32 else torch.int16)
 
 
 HEADED = ("q_proj", "k_proj", "v_proj")

@@ -18,6 +18,7 @@ from everlong.contracts.ports import ObjectStore
 from everlong.contracts.records import (
     EngineMismatch,
     PublishedVersion,
+    Reconciled,
     ScoredColumns,
     ScoreRequest,
     TrainBatch,
@@ -50,7 +51,7 @@ from everlong.trainer.replay import check_micro_batch
 from everlong.trainer.scoring import score_micro_batch
 from everlong.trainer.step import BatchGradient, batch_gradient, deterministic, reference_logprobs
 from everlong.trainer.tally import Tally
-from everlong.weights import RawTensor, WeightPublisher, WeightSet, fingerprint
+from everlong.weights import RawTensor, WeightPublisher, WeightReader, WeightSet, fingerprint
 
 R = TypeVar("R")
 
@@ -94,6 +95,7 @@ class PolicyTrainer:
         self._optimizer = MasterOptimizer(model, optimizer)
         self._critic = None if critic is None else Critic(model, critic, optimizer)
         self._checkpoints = CheckpointStore(store, config.checkpoint_keep)
+        self._reader = WeightReader(store)
         self._publisher, self._seed, self._lease, self._companions = publisher, seed, lease, companions
         self._num_batches = 0
         self._published: WeightSet | None = None
@@ -114,6 +116,10 @@ class PolicyTrainer:
     async def restore(self, num_batches: int | None = None) -> TrainerStatus:
         """Raises StoreError for a damaged checkpoint, naming an older one; ValueError for one of another run or model."""
         return await self._run(lambda: self._restore(num_batches))
+
+    async def reconcile(self) -> Reconciled:
+        """Raises ValueError in aligned numerics for weights that differ, and for a version on other frozen weights; StoreError."""
+        return await self._run(self._reconcile)
 
     async def publish(self) -> PublishedVersion:
         """Raises what `WeightPublisher.publish` raises."""
@@ -286,8 +292,38 @@ class PolicyTrainer:
         if found != manifest.fingerprint:
             raise ValueError(
                 f"with checkpoint {manifest.num_batches} the policy has the fingerprint {found}, and had {manifest.fingerprint} "
-                "when it was saved: the model that the run was started with has changed, restore its files"
+                "when it was saved: the model that the run was started with has changed: restore its files, or, where code built "
+                "it, resume on the kind of CPU that it was built on"
             )
+
+    def _reconcile(self) -> Reconciled:
+        version, trained = self._num_batches, self._status().fingerprint
+        if version not in self._reader.versions():
+            return Reconciled(policy_version=version, trained=trained, published=None)
+        published = self._reader.manifest(version).fingerprint
+        if published != trained:
+            self._adopt(self._reader.read(version), trained)
+        return Reconciled(policy_version=version, trained=trained, published=published)
+
+    def _adopt(self, published: WeightSet, trained: str) -> None:
+        """Fast numerics promise no bits on another machine, so weights that were trained again there give way to the published."""
+        version, own = published.version, weight_set(self._model, self._num_batches)
+        differ = f"policy version {version} has the fingerprint {trained} here, and was published with {fingerprint(published)}"
+        if self._model.numerics is Numerics.ALIGNED:
+            raise ValueError(
+                f"{differ}: numerics=aligned trains to the same bits on the same kind of CPU with the same number of threads: "
+                "resume on a machine like the one that the run was on, with as many"
+            )
+        if fingerprint(own.frozen) != fingerprint(published.frozen):
+            raise ValueError(
+                f"{differ}, on other frozen weights: restore the model that the run was started with, or, where code built it, "
+                "resume on the kind of CPU that it was built on"
+            )
+        layouts = [{name: (raw.dtype, raw.shape) for name, raw in some.tensors.items()} for some in (own, published)]
+        if layouts[0] != layouts[1]:
+            raise ValueError(f"{differ}, as weights of another model: restore the model that the run was started with")
+        self._optimizer.adopt({name: _tensor_of(raw) for name, raw in published.tensors.items()})
+        self._published = published
 
     def _publish(self) -> PublishedVersion:
         weights = weight_set(self._model, self._num_batches)
@@ -318,6 +354,12 @@ def _raw_of(weight: torch.Tensor) -> RawTensor:
     bits = weight.contiguous().view(torch.int32 if wide else torch.int16).numpy()
     dtype = "float32" if wide else "bfloat16"
     return RawTensor(dtype=dtype, shape=tuple(weight.shape), bits=bits.view(np.uint32 if wide else np.uint16))
+
+
+def _tensor_of(raw: RawTensor) -> torch.Tensor:
+    wide = raw.dtype == "float32"
+    bits = torch.from_numpy(raw.bits.view(np.int32 if wide else np.int16).copy())
+    return bits.view(torch.float32 if wide else torch.bfloat16)
 
 
 def ages_of(prepared: PreparedMicroBatch, policy_version: int) -> np.ndarray:

@@ -124,6 +124,11 @@ def rows_of(sink):
     return [row for row in rows if "engine/0-embedded/serving" in row]
 
 
+def mismatches(row):
+    """Of the engines that were measured: how the requests fall to them is a matter of their speed."""
+    return {row[name] for engine in PAIR.names if (name := f"engine/{engine}/mismatch") in row}
+
+
 @pytest.mark.parametrize("adapter", [NoAdapter(), LoraConfig(rank=4)], ids=["whole", "adapters"])
 async def test_a_run_with_two_engines_ends_in_the_bits_of_a_run_with_one(tmp_path, adapter):
     one = config_of(tmp_path / "one", SMALL, adapter=adapter)
@@ -146,10 +151,10 @@ async def test_the_engine_that_is_wrong_is_quarantined_and_no_other(tmp_path, mo
     monkeypatch.setattr(cell, "WeightReader", lambda store: next(readers)(store))
     config, sink = config_of(tmp_path / "run", PAIR, num_batches=3), MemorySink()
     await drive(config, sink)
-    assert changes(config)[-1] == ("0-embedded", MemberState.QUARANTINED)
+    assert dict(changes(config)) == {"0-embedded": MemberState.QUARANTINED, "1-embedded": MemberState.SERVING}
     assert ("1-embedded", MemberState.QUARANTINED) not in changes(config)
     rows = rows_of(sink)
-    assert [row["engine/1-embedded/mismatch"] for row in rows] == [0.0] * 3
+    assert {row["engine/1-embedded/mismatch"] for row in rows if "engine/1-embedded/mismatch" in row} == {0.0}
     quarantined_at = [row["engine/0-embedded/serving"] for row in rows].index(0.0)
     assert rows[quarantined_at]["engine/0-embedded/mismatch"] > PAIR.mismatch_bound
     assert quarantined_at < 2, "a batch follows in which it could sample"
@@ -175,8 +180,7 @@ async def test_where_every_engine_is_wrong_the_run_stops_and_goes_on_when_one_is
     await drive(config, sink, resume=True)
     assert read_lifecycle(config.output / "ledger.db").num_trained == NUM_WARMUP + NUM_RL
     assert check_ledger(config.output).ok
-    last = rows_of(sink)[-1]
-    assert [last[f"engine/{engine}/mismatch"] for engine in PAIR.names] == [0.0, 0.0]
+    assert mismatches(rows_of(sink)[-1]) == {0.0}
 
 
 class Killed(Exception):
@@ -210,7 +214,7 @@ async def test_engines_that_were_mended_are_not_judged_by_what_they_sampled_befo
     sink = MemorySink()
     await drive(config, sink, resume=True)
     (row,) = rows_of(sink)
-    assert [row[f"engine/{engine}/mismatch"] for engine in PAIR.names] == [0.0, 0.0]
+    assert mismatches(row) == {0.0}
     assert row["mismatch/max"] > 0, "tokens of the wrong engines are among those that train"
     assert {state for _, state in changes(config)} == {MemberState.SERVING}
 

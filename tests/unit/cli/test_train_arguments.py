@@ -95,6 +95,32 @@ def test_a_bad_value_names_its_option(words, option, tmp_path, monkeypatch, caps
     assert refused([*words, "--dry-run"], capsys).startswith(f"error: {option}: ")
 
 
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        (
+            '[{"type": "embedded", "max_runing": 3}]',
+            "--engine.members[0]: max_runing is no setting of type embedded: did you mean max_running?",
+        ),
+        ('[{"type": "embedded", "url": "http://x"}]', "--engine.members[0]: url is no setting of type embedded"),
+        (
+            '[{"type": "vllm", "max_running": 0}]',
+            "--engine.members[0].max_running: Input should be greater than or equal to 1, got 0",
+        ),
+        ('[{"type": "embedded"}, {"type": "pool"}]', "--engine.members[1]: Input tag 'pool' found"),
+        ('{"type": "embedded"}', "--engine.members: expected a list, written in [ ], got {'type': 'embedded'}"),
+        ("[]", "--engine.members: expected 1 or more of them, got []"),
+    ],
+    ids=["unknown name", "of another type", "bad value", "a pool", "no list", "nothing"],
+)
+def test_a_mistake_in_a_list_of_tables_is_said_once_with_its_place_in_the_list(
+    members, said, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = refused(["--engine.type", "pool", "--engine.members", members, "--dry-run"], capsys)
+    assert message.startswith(f"error: {said}") and message.count("\n") == 1
+
+
 def test_dotted_options_override_the_file_and_pick_a_variant(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("seed = 5\n[ratio]\nbase = 'proximal'\n[trainer]\nupdates_per_batch = 2\n")

@@ -22,6 +22,7 @@ from everlong.contracts.records import (
     GenerateRequest,
     MemberStatus,
     PublishedVersion,
+    Reconciled,
     ScoredColumns,
     ScoreRequest,
     TrainBatch,
@@ -45,6 +46,7 @@ METHODS: dict[str, tuple[Any, Any]] = {
     "trainer.score": (ScoreRequest, ScoredColumns),
     "trainer.save": (None, TrainerStatus),
     "trainer.restore": (int | None, TrainerStatus),
+    "trainer.reconcile": (None, Reconciled),
     "trainer.publish": (None, PublishedVersion),
     "trainer.export": (str, None),
 }

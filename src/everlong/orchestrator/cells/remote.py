@@ -14,6 +14,7 @@ from everlong.contracts.records import (
     GenerateRequest,
     MemberStatus,
     PublishedVersion,
+    Reconciled,
     ScoredColumns,
     ScoreRequest,
     TrainBatch,
@@ -53,7 +54,7 @@ class Connection:
 
     async def call(self, method: str, argument: object = None) -> Any:
         if self.lost.done():
-            raise WorkerDied(f"{method}: the worker is gone; `everlong resume RUN` goes on from the last checkpoint")
+            raise WorkerDied(f"{method}: the worker is gone")
         call_id = next(self._ids)
         future = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = (method, future)
@@ -154,6 +155,9 @@ class RemoteTrainer:
 
     async def restore(self, num_batches: int | None = None) -> TrainerStatus:
         return await self._call("trainer.restore", num_batches)
+
+    async def reconcile(self) -> Reconciled:
+        return await self._call("trainer.reconcile")
 
     async def publish(self) -> PublishedVersion:
         return await self._call("trainer.publish")
