@@ -30,7 +30,7 @@ class Group:
     open: set[int]
     """Attempts that have not ended."""
     begun: bool
-    """Whether one of them began, or had ended before."""
+    """Whether one of them began, in this process or before a crash."""
 
 
 class EpisodeQueue:
@@ -85,10 +85,10 @@ class EpisodeQueue:
         ]
         orders = [order for order in orders if order.episode not in self._progress.ended]
         attempts = {order.attempt for order in orders}
-        self._groups[purpose, number] = Group(
-            purpose, number, task, held if oldest is None else oldest, attempts, begun=len(attempts) < size
-        )
         incarnations = self._progress.incarnations
+        begun = len(attempts) < size or any(order.episode in incarnations for order in orders)
+        oldest = held if oldest is None else oldest
+        self._groups[purpose, number] = Group(purpose, number, task, oldest, attempts, begun)
         self._waiting[purpose] += [replace(o, incarnation=incarnations.get(o.episode, 0)) for o in orders]
 
     def set_deadline(self, purpose: Purpose, numbers: Iterable[int], within_s: float) -> None:

@@ -296,6 +296,15 @@ def test_at_the_deadline_a_group_of_which_nobody_had_begun_is_left_to_the_next_b
     assert [a.groups for a in world.log if isinstance(a, TrainGroups)] == [(0,), (1, 2, 3, 4)]
 
 
+def test_a_group_that_had_begun_before_a_crash_is_closed_with_its_batch():
+    progress = Progress(incarnations={"train-000001-000": 1})
+    world = World(make(progress, num_batches=1, max_running=1, batch_deadline_s=10.0))
+    world.feed(Tick(10.0))
+    for order in world.orders[:]:
+        world.end(order, now=10.0, reason=Reason.DEADLINE, reward=None)
+    assert [(a.groups, a.postponed) for a in world.log if isinstance(a, TrainGroups)] == [((0, 1), 2)]
+
+
 def test_a_group_of_which_nobody_had_begun_is_not_replaced():
     late = {"batch_deadline_s": 10.0, "on_deadline": "replace"}
     world = World(make(num_batches=1, group_size=2, max_running=2, **late))
