@@ -69,6 +69,7 @@ class Study:
         if start is not None:
             changed["model"] = FolderModel(path=start.checkpoint, dtype=self._base.model.dtype)
             changed["warmup"] = WarmupConfig()
+            changed["optimizer"] = self._base.optimizer.model_copy(update={"supervised_learning_rate": None})
             changed["schedule"] = schedule
         return self._base.model_copy(update=changed)
 
