@@ -20,16 +20,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.evidence import ROOT, keep_to_one_code, write_evidence
+from tests.study.running import everlong, run_or_go_on
 
 from everlong.cli.config import ObserveConfig, RunConfig, SamplingConfig
 from everlong.cli.run_folder import RunFolder
-from everlong.cli.toml import write_config
 from everlong.contracts.records import Purpose
 from everlong.environments.tasks.config import TasksConfig
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
@@ -56,8 +54,7 @@ KINDS = (
 NUM_TRAIN, NUM_EVAL, NUM_OTHER_KINDS = 600, 200, 60
 NUM_SHOWN = 12
 NUM_WARMUP, NUM_RL = 18, 14
-COMMAND = (sys.executable, "-c", "from everlong.cli.main import main; main()")
-PATHS = ("src/everlong", "tests/study/learning.py")
+PATHS = ("src/everlong", "tests/study/learning.py", "tests/study/running.py")
 
 Success = Mapping[str, Sequence[float]]
 """By task, 1 for each attempt that succeeded and 0 for each other."""
@@ -118,7 +115,7 @@ class Study:
         return found
 
     def _imitate(self, seed: int, name: str, num_batches: int, start: RunFolder | None = None) -> RunFolder:
-        return self._run("sft", self._folder(seed, name), self._config(seed, start).model_copy(
+        return run_or_go_on("sft", self._folder(seed, name), self._config(seed, start).model_copy(
             update={"warmup": WarmupConfig(num_batches=num_batches, traces_per_batch=32, num_tasks=NUM_SHOWN)}
         ))  # fmt: skip
 
@@ -144,19 +141,6 @@ class Study:
             observe=ObserveConfig(progress="plain"),
         )
 
-    def _run(self, command: str, folder: RunFolder, config: RunConfig) -> RunFolder:
-        """Start the run, or go on with what is there of it. Raises CalledProcessError where it fails."""
-        if folder.ledger.exists():
-            words = ["resume", str(folder.path)]
-        else:
-            path = folder.path.with_suffix(".toml")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_config(config.model_copy(update={"output": folder.path}), path)
-            words = [command, "@", str(path)]
-        print("everlong", *words, flush=True)
-        subprocess.run([*COMMAND, *words], check=True, cwd=ROOT)
-        return folder
-
     def _folder(self, seed: int, name: str) -> RunFolder:
         return RunFolder(self._work / f"seed-{seed}" / name)
 
@@ -164,7 +148,7 @@ class Study:
         out = run.path.with_name(f"other-kinds-{version}.json")
         if not out.exists():
             words = ["eval", str(run.path), "--tasks", str(self._work / "other-kinds"), "--version", str(version)]
-            subprocess.run([*COMMAND, *words, "--json", str(out)], check=True, cwd=ROOT)
+            everlong(*words, "--json", str(out))
         return json.loads(out.read_text())["reward"]
 
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
 from tests.evidence import ROOT, keep_to_one_code, write_evidence
+from tests.study.running import run_or_go_on
 
 mpl.use("Agg")  # no display
 from matplotlib import pyplot as plt
@@ -26,7 +25,6 @@ from matplotlib import pyplot as plt
 from everlong.cli.config import RunConfig
 from everlong.cli.quickstart import quickstart_config, tasks_for
 from everlong.cli.run_folder import RunFolder
-from everlong.cli.toml import write_config
 from everlong.environments.tasks.config import TasksConfig
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
 from everlong.ledger import check_ledger
@@ -34,8 +32,7 @@ from everlong.models.config import FolderModel
 from everlong.observe import Point, read_points, read_rows
 from everlong.orchestrator.config import AsyncConfig, PartialConfig, RoundsConfig, WarmupConfig
 
-COMMAND = (sys.executable, "-c", "from everlong.cli.main import main; main()")
-PATHS = ("src/everlong", "tests/study/schedules.py")
+PATHS = ("src/everlong", "tests/study/schedules.py", "tests/study/running.py")
 COLORS = {"rounds": "tab:blue", "partial": "tab:orange", "async": "tab:green"}
 
 
@@ -50,9 +47,9 @@ class Study:
         self._tasks = TasksConfig(train=(work / "train",), eval=(work / "eval",))
 
     def seed(self, seed: int) -> dict[str, RunFolder]:
-        warm = self._run("sft", self._folder(seed, "warm-up"), self._config(seed))
+        warm = run_or_go_on("sft", self._folder(seed, "warm-up"), self._config(seed))
         return {
-            name: self._run("train", self._folder(seed, name), self._config(seed, warm, schedule))
+            name: run_or_go_on("train", self._folder(seed, name), self._config(seed, warm, schedule))
             for name, schedule in self._schedules().items()
         }
 
@@ -72,24 +69,12 @@ class Study:
         if start is not None:
             changed["model"] = FolderModel(path=start.checkpoint, dtype=self._base.model.dtype)
             changed["warmup"] = WarmupConfig()
+            changed["optimizer"] = self._base.optimizer.model_copy(update={"supervised_learning_rate": None})
             changed["schedule"] = schedule
         return self._base.model_copy(update=changed)
 
     def _folder(self, seed: int, name: str) -> RunFolder:
         return RunFolder(self._work / f"seed-{seed}" / name)
-
-    def _run(self, command: str, folder: RunFolder, config: RunConfig) -> RunFolder:
-        """Start the run, or go on with what is there of it. Raises CalledProcessError where it fails."""
-        if folder.ledger.exists():
-            words = ["resume", str(folder.path)]
-        else:
-            path = folder.path.with_suffix(".toml")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_config(config.model_copy(update={"output": folder.path}), path)
-            words = [command, "@", str(path)]
-        print("everlong", *words, flush=True)
-        subprocess.run([*COMMAND, *words], check=True, cwd=ROOT)
-        return folder
 
 
 def figures_of(run: RunFolder) -> dict[str, object]:

@@ -78,6 +78,12 @@ async def sh(sandbox, script, timeout_s=10.0, **command):
     return await sandbox.exec(Command(argv=("bash", "-c", script), timeout_s=timeout_s, **command))
 
 
+def found_on_host(backend, sandbox, name):
+    """A file of the workdir `app` of a local sandbox, where the host keeps it."""
+    (home,) = backend.claim.folder.glob(f"*{sandbox.name.split('/')[1]}")
+    return home / "root" / "app" / name
+
+
 def running(word):
     """Process ids of this machine whose command line holds the word."""
     found = []
@@ -670,7 +676,7 @@ async def test_a_snapshot_copies_nothing_and_a_deep_stack_becomes_one_layer(back
     before = set(backend.claim.folder.glob("layers/*"))
     sandbox = await opened(backend)
     await sh(sandbox, "head -c 1000000 /dev/zero > large; echo > d0")
-    inode = next(backend.claim.folder.glob(f"*{sandbox.name.split('/')[1]}/root/app/large")).stat().st_ino
+    inode = found_on_host(backend, sandbox, "large").stat().st_ino
     kept = [await sandbox.snapshot()]
     assert [path.stat().st_ino for path in backend.claim.folder.glob("layers/*/app/large")] == [inode]
     for index in range(1, 40):
@@ -698,7 +704,7 @@ async def test_a_paused_command_stands_still_and_its_time_too(backend, opened):
             await asyncio.sleep(0.01)
     await sandbox.pause()
     await asyncio.sleep(0.3)
-    steps = next(backend.claim.folder.glob(f"*{sandbox.name.split('/')[1]}/root/app/steps"))
+    steps = found_on_host(backend, sandbox, "steps")
     before = steps.read_bytes()
     await asyncio.sleep(1.6)  # longer than its time limit
     assert steps.read_bytes() == before
