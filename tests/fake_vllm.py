@@ -38,10 +38,12 @@ MASKED = -9999.0
 
 
 def write_python(folder: Path) -> Path:
-    """A program that takes the place of the Python of vLLM's environment."""
+    """A program that takes the place of the Python of vLLM's environment. Its processes name it in theirs."""
     path = folder / "python"
     places = ":".join(entry for entry in sys.path if entry)
-    path.write_text(f"#!/bin/sh\nPYTHONPATH='{places}' exec '{sys.executable}' -m tests.fake_vllm \"$@\"\n")
+    path.write_text(
+        f"#!/bin/sh\nFAKE_VLLM='{path}' PYTHONPATH='{places}' exec '{sys.executable}' -m tests.fake_vllm \"$@\"\n"
+    )
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
 

@@ -27,6 +27,10 @@ class Kept:
         self._server = server
         self._client: VllmClient | None = None
 
+    @property
+    def remedy(self) -> str:
+        return self._server.remedy
+
     async def start(self) -> VllmClient:
         if self._client is None:
             self._client = await self._server.start()

@@ -33,11 +33,11 @@ from everlong.environments.tasks.config import TasksConfig
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
 from everlong.ledger import check_ledger, read_lifecycle
 from everlong.models.config import FolderModel, Smollm2Model
-from everlong.observe import Gain, paired_gain, read_points
+from everlong.observe import Gain, paired_gain, read_points, read_rows
 from everlong.orchestrator.config import RoundsConfig, WarmupConfig
 from everlong.rollouts.config import HarnessConfig
 from everlong.trainer.config import AdamWConfig
-from everlong.trajectories.credit import CreditConfig
+from everlong.trajectories.credit import GroupMeanConfig
 
 KINDS = (
     "write-word",
@@ -76,10 +76,10 @@ class Study:
         """The four arms of one seed, and what came of them."""
         warm = self._imitate(seed, "warm-up", NUM_WARMUP)
         two_thirds = self._imitate(seed, "two-thirds", NUM_WARMUP * 2 // 3)
-        rl = self._reinforce(seed, "rl", warm, CreditConfig())
+        rl = self._reinforce(seed, "rl", warm, GroupMeanConfig())
         num_more = math.ceil(seconds_of(rl) / seconds_per_batch(warm))
         more = self._imitate(seed, "imitation", num_more, start=warm)
-        shuffled = self._reinforce(seed, "shuffled", warm, CreditConfig(shuffled=True))
+        shuffled = self._reinforce(seed, "shuffled", warm, GroupMeanConfig(shuffled=True))
         return {
             "seed": seed,
             "before": mean(success_of(rl, 0)),
@@ -119,7 +119,7 @@ class Study:
             update={"warmup": WarmupConfig(num_batches=num_batches, traces_per_batch=32, num_tasks=NUM_SHOWN)}
         ))  # fmt: skip
 
-    def _reinforce(self, seed: int, name: str, start: RunFolder, credit: CreditConfig) -> RunFolder:
+    def _reinforce(self, seed: int, name: str, start: RunFolder, credit: GroupMeanConfig) -> RunFolder:
         return self._run(
             "train", self._folder(seed, name), self._config(seed, start).model_copy(update={"credit": credit})
         )
@@ -182,7 +182,7 @@ def seconds_of(run: RunFolder) -> float:
 
 
 def seconds_per_batch(run: RunFolder) -> float:
-    return seconds_of(run) / sum(point.axis == "batch" for point in read_points(run.metrics))
+    return seconds_of(run) / len(read_rows(read_points(run.metrics), "batch"))
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from everlong.environments.tasks.config import TasksConfig
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
 from everlong.ledger import check_ledger
 from everlong.models.config import FolderModel
-from everlong.observe import Point, read_points
+from everlong.observe import Point, read_points, read_rows
 from everlong.orchestrator.config import AsyncConfig, PartialConfig, RoundsConfig, WarmupConfig
 
 PATHS = ("src/everlong", "tests/study/schedules.py", "tests/study/running.py")
@@ -80,7 +80,7 @@ class Study:
 def figures_of(run: RunFolder) -> dict[str, object]:
     """Seconds are of the RL batches, without start and evaluations; shares of time and of tokens are means over batches."""
     points = read_points(run.metrics)
-    batches = [point.values for point in points if point.axis == "batch"]
+    batches = [values for _, values in sorted(read_rows(points, "batch").items())]
     seconds = sum(values.get("seconds/between_batches") or 0.0 for values in batches)
     trained = sum(samples(values) for values in batches)
     ages = sorted({name for values in batches for name in values if name.startswith("staleness/share/")})
@@ -125,7 +125,7 @@ def draw(found: Mapping[int, Mapping[str, RunFolder]], path: Path) -> None:
     for seed, runs in found.items():
         for name, run in runs.items():
             points = read_points(run.metrics)
-            batches = [point.values for point in points if point.axis == "batch"]
+            batches = [values for _, values in sorted(read_rows(points, "batch").items())]
             ends = [0.0]
             for values in batches:
                 ends.append(ends[-1] + (values.get("seconds/between_batches") or 0.0) / 60)

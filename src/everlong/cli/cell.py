@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from everlong.cli.config import RunConfig
 from everlong.cli.rendering import checkpoint_companions, make_renderer
 from everlong.cli.run_folder import RunFolder
+from everlong.cli.started_model import refuse_other_model
 from everlong.contracts.ports import Engine, ObjectStore, Trainer
 from everlong.contracts.records import GenerateRequest
 from everlong.engines.config import EmbeddedConfig, PoolConfig, VllmConfig
@@ -23,6 +24,7 @@ from everlong.models.source import ModelSource, find_model
 from everlong.orchestrator.cells.worker import Cell
 from everlong.rollouts.renderers.chatml import Renderer
 from everlong.storage import open_store
+from everlong.trajectories.credit import GaeConfig
 from everlong.weights import WeightPublisher, WeightReader
 
 if TYPE_CHECKING:
@@ -106,12 +108,15 @@ class _Making:
         from everlong.models.numerics import Numerics
         from everlong.trainer.trainer import PolicyTrainer
 
+        network = _network(config, self.source, make_renderer(config).tokenizer.vocab_size)
+        refuse_other_model(config, self.source, network, self.store)
         return PolicyTrainer(
-            _build_model(config, self.source, make_renderer(config).tokenizer.vocab_size),
+            _adapted(config, network),
             config=config.trainer,
             loss=config.loss,
             ratio=config.ratio,
             kl=config.kl,
+            critic=config.critic if isinstance(config.credit, GaeConfig) else None,
             optimizer=config.optimizer,
             numerics=Numerics(config.numerics),
             store=self.store,
@@ -179,11 +184,15 @@ def _vllm_engine(
         token_bytes=tokenizer.token_bytes(),
         context=context,
         config=settings,
+        pooled=isinstance(config.engine, PoolConfig),
     )
 
 
 def _build_model(config: RunConfig, source: ModelSource, vocab_size: int) -> Llama:
-    model = _network(config, source, vocab_size)
+    return _adapted(config, _network(config, source, vocab_size))
+
+
+def _adapted(config: RunConfig, model: Llama) -> Llama:
     if isinstance(config.adapter, LoraConfig):
         model.adapt(config.adapter, _base_name(config.model))
     return model

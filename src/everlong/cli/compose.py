@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from blake3 import blake3
+from msgspec.structs import replace
 
 from everlong.cli.cell import ENGINE_FACTORY, FACTORY, TRAINER_FACTORY, build_cell
 from everlong.cli.config import RunConfig
@@ -33,6 +34,7 @@ from everlong.orchestrator.conductor import Parts, RunConductor
 from everlong.orchestrator.config import AsyncConfig, staleness_bound
 from everlong.orchestrator.recovery import interruptions, progress_of
 from everlong.orchestrator.schedules import AnyScheduler, make_scheduler
+from everlong.orchestrator.trouble import trouble_told
 from everlong.rollouts.gateway.session import SessionLimits
 from everlong.rollouts.harnesses.opening import open_harness
 from everlong.rollouts.pausing import PausableEngine, Pause
@@ -47,7 +49,7 @@ def make_sampling(config: RunConfig, engine: Engine) -> Sampling:
     return Sampling(
         engine=PausableEngine(engine, pause),
         renderer=renderer,
-        params=config.sampling.params(renderer.stop_ids),
+        params=replace(config.sampling.params(renderer.stop_ids), kept_logprobs=config.ratio.score_centring),
         run_seed=config.seed,
         limits=SessionLimits(max_turns=config.harness.max_turns, max_context=context),
         pause=pause,
@@ -98,7 +100,14 @@ class CellPorts:
 async def open_cell(
     config: RunConfig, folder: RunFolder, stages: Stages = SILENT, *, apart: bool = False
 ) -> AsyncGenerator[CellPorts]:
-    """Engine and trainer in one cell, in a process of its own or in this one; `apart`: in a process each."""
+    """Engine and trainer in one cell, in a process of its own or in this one; `apart`: in a process each. The operator is told
+    when something of the engine is lost."""
+    async with _open_cell(config, folder, stages, apart) as cell, trouble_told(cell.engine):
+        yield cell
+
+
+@asynccontextmanager
+async def _open_cell(config: RunConfig, folder: RunFolder, stages: Stages, apart: bool) -> AsyncGenerator[CellPorts]:
     if config.worker == "inline":
         prepare_process(config.numerics)
         with stages.stage(f"loading model {config.model.type}"):
@@ -143,11 +152,18 @@ class Control:
 
 @asynccontextmanager
 async def open_control(
-    config: RunConfig, folder: RunFolder, metrics: MetricSink, clock, *, resume: bool, stages: Stages = SILENT
+    config: RunConfig,
+    folder: RunFolder,
+    metrics: MetricSink,
+    clock,
+    *,
+    resume: bool,
+    stages: Stages = SILENT,
+    tasks: RunTasks | None = None,
 ) -> AsyncGenerator[Control]:
-    """Everything open and brought to where the ledger says the run stands; closed in the other order."""
-    with stages.stage("reading the tasks"):
-        tasks = read_run_tasks(config.tasks)
+    """Everything open and brought to where the ledger says the run stands; closed in the other order. `tasks`: where they were
+    read already."""
+    tasks = tasks or read_run_tasks(config.tasks)
     async with AsyncExitStack() as stack:
         ledger = Ledger.open(folder.ledger)
         stack.callback(ledger.close)
@@ -237,6 +253,7 @@ def _parts(
         metrics=metrics,
         task_hashes={id: task.task.content_hash for id, task in tasks.by_id().items()},
         clock=clock,
+        say=stages.say,
         worker_lost=cell.lost,
         pause=sampling.pause,
         apart=cell.apart,

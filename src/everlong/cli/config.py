@@ -25,6 +25,7 @@ from everlong.orchestrator.config import RoundsConfig, ScheduleConfig, WarmupCon
 from everlong.rollouts.config import HarnessConfig
 from everlong.trainer.config import (
     AdamWConfig,
+    CriticConfig,
     KlConfig,
     LossConfig,
     NoKl,
@@ -34,9 +35,10 @@ from everlong.trainer.config import (
     TrainerConfig,
     check_effective,
     ignores_staleness,
+    level_of,
 )
 from everlong.trajectories.admission import AdmissionConfig
-from everlong.trajectories.credit import CreditConfig
+from everlong.trajectories.credit import CreditConfig, GaeConfig, GroupMeanConfig
 from everlong.trajectories.packing import PackingConfig
 
 
@@ -106,13 +108,14 @@ class RunConfig(Config):
     sampling: SamplingConfig = SamplingConfig()
     warmup: WarmupConfig = WarmupConfig()
     schedule: ScheduleConfig = RoundsConfig()
-    credit: CreditConfig = CreditConfig()
+    credit: CreditConfig = GroupMeanConfig()
     admission: AdmissionConfig = AdmissionConfig()
     packing: PackingConfig = PackingConfig()
     loss: LossConfig = SapoConfig()
     ratio: RatioConfig = RatioConfig()
     kl: KlConfig = NoKl()
     optimizer: OptimizerConfig = AdamWConfig()
+    critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
     observe: ObserveConfig = ObserveConfig()
@@ -169,10 +172,53 @@ class RunConfig(Config):
                 "optimizer.type=muon makes the update of a whole matrix orthogonal, and with adapter.type=lora there are only its "
                 "two factors: set optimizer.type to adamw, or adapter.type to none"
             )
-        if self.loss.type == "dr_grpo" and self.credit.scale != "none":
+        self._check_credit()
+        self._check_centring()
+        if self.loss.type == "dr_grpo" and isinstance(self.credit, GroupMeanConfig) and self.credit.scale != "none":
             raise ValueError(
                 f"loss dr_grpo is defined on credit without deviation, got credit.scale={self.credit.scale}: set credit.scale to "
                 "none, or loss.type to grpo"
+            )
+
+    def _check_credit(self) -> None:
+        """What credit per token needs, and what needs it. Raises ValueError."""
+        of_values = isinstance(self.credit, GaeConfig)
+        if of_values and self.model.type == "scripted":
+            raise ValueError(
+                "credit.type=gae has no effect with model.type=scripted, which has no network and so no values: set credit.type "
+                "to group_mean, or model.type to toy"
+            )
+        if self.loss.type == "ppo" and not of_values:
+            raise ValueError(
+                f"loss ppo is defined on credit per token from a critic, got credit.type={self.credit.type}: set credit.type to gae, "
+                "or loss.type to grpo"
+            )
+        per_token = "credit.type=gae" if of_values else "credit.malformed_call" if self.credit.malformed_call else None
+        if per_token and level_of(self.loss) == "sequence":
+            raise ValueError(
+                f"{per_token} gives the tokens of a branch different credits, and loss {self.loss.type} has one ratio and one "
+                "credit per branch: take loss gspo_token or loss.level=sequence_token, or leave it out"
+            )
+        batches, pretrained = self.schedule.num_batches, self.critic.pretrain_batches
+        if of_values and batches and pretrained >= batches:
+            raise ValueError(
+                f"critic.pretrain_batches={pretrained} leaves none of the schedule.num_batches={batches} to the policy, which would "
+                "never train: lower one or raise the other"
+            )
+
+    def _check_centring(self) -> None:
+        """What must be on record of every token. Raises ValueError."""
+        if not self.ratio.score_centring:
+            return
+        if self.sampling.top_p == 1 and not self.sampling.top_k:
+            raise ValueError(
+                "ratio.score_centring sums over what could have been sampled, and with sampling.top_p=1 and sampling.top_k=0 that is "
+                "the whole vocabulary, which is not recorded: set sampling.top_k or sampling.top_p"
+            )
+        if any(isinstance(engine, VllmConfig) for engine in engines_of(self.engine)):
+            raise ValueError(
+                "ratio.score_centring needs the sampler's logprob of every kept id, which an engine of type vllm does not give: set "
+                "engine.type to embedded, or ratio.score_centring to false"
             )
 
     def _check_sizes(self) -> None:
@@ -181,10 +227,11 @@ class RunConfig(Config):
             raise ValueError("there is nothing to train: schedule.num_batches and warmup.num_batches are both 0")
         if isinstance(self.model, (ToyModel, ScriptedModel)):  # a checkpoint's is known when it is opened
             self.context(toy_config().max_positions)
-        if self.schedule.num_batches and self.credit.min_verdicts > self.schedule.group_size:
+        needed = self.credit.min_verdicts if isinstance(self.credit, GroupMeanConfig) else 1
+        if self.schedule.num_batches and needed > self.schedule.group_size:
             raise ValueError(
-                f"a group of schedule.group_size={self.schedule.group_size} never has credit.min_verdicts="
-                f"{self.credit.min_verdicts} verdicts, so that nothing would train: raise one or lower the other"
+                f"a group of schedule.group_size={self.schedule.group_size} never has credit.min_verdicts={needed} verdicts, so "
+                "that nothing would train: raise one or lower the other"
             )
 
     def context(self, max_positions: int) -> int:

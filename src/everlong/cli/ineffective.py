@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from everlong.contracts.config import Config
 from everlong.orchestrator.config import RoundsConfig
+from everlong.trajectories.credit import FixedDecay, GaeConfig
 
 if TYPE_CHECKING:
     from everlong.cli.config import RunConfig
@@ -32,6 +33,7 @@ UNUSED_BY_SCRIPTED = (
     "ratio",
     "kl",
     "optimizer",
+    "critic",
     "trainer",
 )
 """By the scripted model: it has no network, no cache and no gradient."""
@@ -116,10 +118,29 @@ def _rules(config: RunConfig) -> Iterator[Ineffective]:
     if isinstance(config.schedule, RoundsConfig) and config.schedule.batch_deadline_s is None:
         why = "with schedule.batch_deadline_s=None: leave it out, or set a deadline"
         yield Ineffective("schedule.on_deadline", "schedule.batch_deadline_s", why)
+    yield from _credit_rules(config)
     if not config.warmup.num_batches:
         for path in ("warmup.traces_per_batch", "warmup.num_tasks", "optimizer.supervised_learning_rate"):
             why = "with warmup.num_batches=0: leave it out, or set warmup.num_batches"
             yield Ineffective(path, "warmup.num_batches", why)
+
+
+def _credit_rules(config: RunConfig) -> Iterator[Ineffective]:
+    credit = config.credit
+    if not isinstance(credit, GaeConfig):
+        if config.model.type != "scripted":
+            why = f"with credit.type={credit.type}, which asks no critic: leave it out, or set credit.type to gae"
+            yield Ineffective("critic", "credit.type", why)
+        return
+    why = "with credit.type=gae, which compares no rewards: leave it out, or set credit.type to group_mean"
+    yield Ineffective("admission.zero_signal", "credit.type", why)
+    if config.admission.overlong == "mask":
+        why = "with admission.overlong=mask, where nothing that was cut off trains: leave it out, or set admission.overlong to train"
+        yield Ineffective("credit.truncated", "admission.overlong", why)
+    whole = isinstance(credit.decay, FixedDecay) and credit.decay.value == 1
+    if credit.discount == 1 and whole and credit.value_decay == 1:
+        why = "with credit.discount, decay.value and value_decay of 1, where both ways give the same: leave it out, or lower one"
+        yield Ineffective("credit.boundary", "credit.decay", why)
 
 
 def _is_set(config: RunConfig, path: str) -> bool:

@@ -11,6 +11,7 @@ import msgspec
 from everlong.cli.config import RunConfig
 from everlong.cli.rendering import make_renderer
 from everlong.cli.run_folder import RunFolder
+from everlong.cli.untrained import num_rl_batches, untrained_lines
 from everlong.contracts.records import Episode, Purpose, Turn
 from everlong.ledger import EpisodeStore, EpisodeView, check_ledger, read_lifecycle
 from everlong.models.config import FolderModel, HubModel, ModelConfig, OwnModel, ScriptedModel, Smollm2Model, ToyModel
@@ -56,7 +57,8 @@ def write_run_report(folder: RunFolder) -> Path:
     config = folder.open()
     store = EpisodeStore(open_store(folder.store_url(config)))
     tokenizer = make_renderer(config).tokenizer
-    views = list(read_lifecycle(folder.ledger).episodes.values())
+    lifecycle = read_lifecycle(folder.ledger)
+    views = list(lifecycle.episodes.values())
     episodes = [episode_text(store.get(view.payload_key, view.payload_hash), tokenizer) for view in _telling(views)]
     if panels := read_panels(read_points(folder.metrics)):
         plot_panels(panels, folder.path / "curves.png")
@@ -64,6 +66,7 @@ def write_run_report(folder: RunFolder) -> Path:
     return write_report(
         folder.path,
         summary=summarize(config, views),
+        warning=untrained_lines(config, num_rl_batches(lifecycle), views, folder.path),
         balance=ledger.balance.tables(),
         losses=[LossRow(length=d.name, episodes=d.episodes, lost=d.lost) for d in ledger.deciles],
         episodes=episodes,

@@ -35,8 +35,10 @@ from everlong.observe import Stages
 from everlong.rollouts.harnesses.opening import open_harness
 
 
-def check_start(config: RunConfig, folder: RunFolder, stages: Stages, *, dry: bool) -> None:
-    """Raises ValueError, FileNotFoundError, FileExistsError, SandboxError or StoreError for what would stop the run's start.
+def check_start(config: RunConfig, folder: RunFolder, stages: Stages, *, dry: bool) -> RunTasks | None:
+    """The run's tasks as they were read here, so that nobody reads them again; None where the run makes some for itself.
+
+    Raises ValueError, FileNotFoundError, FileExistsError, SandboxError or StoreError for what would stop the run's start.
 
     `dry`: a model that is not here yet is neither converted nor downloaded, so that what its files say stays unchecked.
     """
@@ -52,6 +54,7 @@ def check_start(config: RunConfig, folder: RunFolder, stages: Stages, *, dry: bo
         _check_model(config, stages, dry=dry)
         with stages.stage("trying a sandbox"):
             asyncio.run(_check_sandboxes(config, tasks))
+    return None if tasks_to_make(config, folder) else tasks
 
 
 def _check_place(option: str, path: Path) -> None:

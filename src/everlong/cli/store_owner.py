@@ -10,6 +10,7 @@ import msgspec
 
 from everlong.cli.config import RunConfig
 from everlong.cli.run_folder import RunFolder
+from everlong.cli.started_model import KEY as MODEL
 from everlong.contracts.errors import AlreadyExists, NotFound, StoreError
 from everlong.contracts.ports import ObjectStore
 from everlong.contracts.records import Record
@@ -48,6 +49,7 @@ def claim_store(config: RunConfig, folder: RunFolder) -> None:
     store = open_store(url)
     if not _create(store, ours) and (owner := _owner(store)) != ours:
         _refuse(url, owner)
+    store.delete(MODEL)  # of a start that came to nothing
     if _create(store, ours):
         raise StoreError(
             f"the store {url} took an object that was there already: its server ignores create-only writes (If-None-Match), by "

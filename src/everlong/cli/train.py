@@ -27,8 +27,10 @@ from everlong.cli.sinks import open_sinks, progress_console
 from everlong.cli.start_checks import check_start
 from everlong.cli.store_owner import claim_store
 from everlong.cli.toml import config_text
-from everlong.environments.tasks.sources import read_run_tasks
-from everlong.ledger import Ledger, RunFinished
+from everlong.cli.untrained import TAUGHT_NOTHING, num_rl_batches, taught_nothing, untrained_lines
+from everlong.contracts.errors import EverlongError, WorkerDied
+from everlong.environments.tasks.sources import RunTasks, read_run_tasks
+from everlong.ledger import Ledger, RunFinished, read_lifecycle
 from everlong.models.config import ScriptedModel
 from everlong.observe import Stages
 from everlong.orchestrator.loop import run
@@ -58,19 +60,18 @@ def supervised_only(config: RunConfig) -> RunConfig:
 def _start(config: RunConfig, *, dry: bool) -> None:
     folder, terminal = RunFolder(config.output), progress_console(config)
     stages = Stages(terminal)
-    check_start(config, folder, stages, dry=dry)
+    tasks = check_start(config, folder, stages, dry=dry)
     if dry:
         print(config_text(config), end="")
         return
     with FreshFolder(config, folder) as fresh:
         prepare_quickstart(config, folder, stages)
-        with stages.stage("noting what the tasks are"):
-            origin = origin_of(read_run_tasks(config.tasks))
         config = absolute_paths(config)
+        tasks = tasks or _read_tasks(config, stages)
         claim_store(config, folder)
-        folder.create(config, origin)
+        folder.create(config, origin_of(tasks))
         console.print(f"run {folder.path}")
-        _drive(config, folder, terminal, resume=False, started=fresh.keep)
+        _drive(config, folder, tasks, terminal, resume=False, started=fresh.keep)
 
 
 def resume_command(path: Path) -> None:
@@ -81,10 +82,17 @@ def resume_command(path: Path) -> None:
         console.print(f"finished already: {folder.path}", soft_wrap=True)
         _tell(folder)
         return
+    terminal = progress_console(config)
+    tasks = _read_tasks(config, Stages(terminal))
     if (origin := folder.read_origin()) is not None:
-        refuse_other_tasks(origin, read_run_tasks(config.tasks))
+        refuse_other_tasks(origin, tasks)
     console.print(f"resume {folder.path}")
-    _drive(config, folder, progress_console(config), resume=folder.ledger.exists(), started=lambda: None)
+    _drive(config, folder, tasks, terminal, resume=folder.ledger.exists(), started=lambda: None)
+
+
+def _read_tasks(config: RunConfig, stages: Stages) -> RunTasks:
+    with stages.stage("reading the tasks"):
+        return read_run_tasks(config.tasks)
 
 
 def _is_finished(folder: RunFolder) -> bool:
@@ -99,32 +107,61 @@ def _is_finished(folder: RunFolder) -> bool:
 
 
 def _drive(
-    config: RunConfig, folder: RunFolder, terminal: Console | None, *, resume: bool, started: Callable[[], None]
+    config: RunConfig,
+    folder: RunFolder,
+    tasks: RunTasks,
+    terminal: Console | None,
+    *,
+    resume: bool,
+    started: Callable[[], None],
 ) -> None:
     """`started` is called once the run is under way."""
+    under_way = False
+
+    def begun() -> None:
+        nonlocal under_way
+        under_way = True
+        started()
+
+    resuming = f"`everlong resume {folder.path}` goes on"
     try:
-        run_to_the_end(_train(config, folder, terminal, resume, started))
+        run_to_the_end(_train(config, folder, tasks, terminal, resume, begun))
     except (asyncio.CancelledError, KeyboardInterrupt):
-        console.print(f"stopped; `everlong resume {folder.path}` goes on from here", markup=False, soft_wrap=True)
+        console.print(f"stopped; {resuming} from here", markup=False, soft_wrap=True)
         sys.exit(STOPPED)
+    except (EverlongError, OSError) as error:
+        if under_way or isinstance(error, WorkerDied):
+            console.print(f"{resuming} from what is stored, once this is mended:", markup=False, soft_wrap=True)
+        raise
     with Stages(terminal).stage("writing the report"):
         _tell(folder)
 
 
 def _tell(folder: RunFolder) -> None:
-    """Write the report and say what came of the run."""
-    report = write_run_report(folder)
+    """Write the report and say what came of the run. Ends with `TAUGHT_NOTHING` where that is nothing."""
+    report, config = write_run_report(folder), folder.open()
     for line in success_lines(folder):
         console.print(line, style="bold")
+    lifecycle = read_lifecycle(folder.ledger)
+    untrained = untrained_lines(config, num_rl_batches(lifecycle), lifecycle.episodes.values(), folder.path)
+    for line in untrained:
+        console.print(line, style="bold yellow", markup=False, soft_wrap=True)
     if folder.checkpoint.exists():
         console.print(f"checkpoint  {folder.checkpoint}")
     if folder.adapter.exists():
         console.print(f"adapter     {folder.adapter}")
     console.print(f"report      {report}")
+    if taught_nothing(config, untrained):
+        sys.exit(TAUGHT_NOTHING)
 
 
 async def _train(
-    config: RunConfig, folder: RunFolder, terminal: Console | None, resume: bool, started: Callable[[], None]
+    config: RunConfig,
+    folder: RunFolder,
+    tasks: RunTasks,
+    terminal: Console | None,
+    resume: bool,
+    started: Callable[[], None],
 ) -> None:
     """Drive the run to its end. SIGTERM stops it like Ctrl-C: resumable."""
     task = asyncio.current_task()
@@ -132,7 +169,9 @@ async def _train(
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     sinks, stages = open_sinks(config, folder, terminal), Stages(terminal)
     try:
-        async with open_control(config, folder, sinks, time.monotonic, resume=resume, stages=stages) as control:
+        async with open_control(
+            config, folder, sinks, time.monotonic, resume=resume, stages=stages, tasks=tasks
+        ) as control:
             started()
             await run(control.scheduler, Announced(control.conductor, stages), time.monotonic)
             if not isinstance(config.model, ScriptedModel) and not folder.checkpoint.exists():

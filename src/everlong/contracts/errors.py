@@ -30,6 +30,10 @@ class RequestAborted(EngineError):
     """The request was aborted on purpose; what it sampled until then is lost to the caller and must be accounted for."""
 
 
+class EngineLost(EngineError):
+    """What computes for the engine is gone or hangs; nobody has seen an answer. `update` brings it back."""
+
+
 class StaleWeights(EngineError):
     """An engine was asked for a policy version that it cannot reach from the one it holds."""
 
@@ -81,6 +85,13 @@ class Reason(StrEnum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     """The episode did not end before the batch had to close."""
+    NEVER_BEGAN = "never_began"
+    """Others held every slot until the deadline: not one turn was asked for."""
+
+    @property
+    def ordered(self) -> bool:
+        """True where the run itself called the episode off."""
+        return self in (Reason.CANCELLED, Reason.DEADLINE, Reason.NEVER_BEGAN)
 
     @property
     def trustworthy(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -20,6 +21,17 @@ def look_in(folder: str) -> None:
         sys.path.insert(next(working, len(sys.path)), folder)
 
 
+def call_named(path: str, function: Callable[..., Any], *arguments: object) -> Any:
+    """What the code that `path` names gives. Raises ValueError where it would end the process, and what it raises otherwise."""
+    try:
+        return function(*arguments)
+    except SystemExit as error:
+        raise ValueError(
+            f"{path} called sys.exit({error.code!r}) where a part of the run was expected: let it raise what is wrong, and keep a "
+            "script's main part below `if __name__ == '__main__'`"
+        ) from error
+
+
 def load_named(path: str) -> Any:
     """What `package.module:name` names, looked for among installed packages and in the folder that we were started from.
 
@@ -31,7 +43,7 @@ def load_named(path: str) -> Any:
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
     try:
-        found = importlib.import_module(module)
+        found = call_named(path, importlib.import_module, module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there, and misses one of its own

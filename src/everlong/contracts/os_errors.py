@@ -6,22 +6,21 @@ import errno
 import os
 import socket
 
-_RESUME = "a run that was under way goes on with `everlong resume RUN`"
 _MEANINGS = {
     errno.EACCES: ("this user may not use it", "change its permissions, or name another place"),
     errno.EPERM: ("this user may not do that", "run as another user, or name another place"),
     errno.EROFS: ("it lies on a file system that is read-only", "name a place that can be written"),
-    errno.ENOSPC: ("no space is left on its disk", f"free some, or name a place on another disk; {_RESUME}"),
-    errno.EDQUOT: ("this user's share of its disk is used up", f"free some, or name another place; {_RESUME}"),
+    errno.ENOSPC: ("no space is left on its disk", "free some, or name a place on another disk"),
+    errno.EDQUOT: ("this user's share of its disk is used up", "free some, or name another place"),
     errno.ENOTDIR: ("a folder was expected, and a file lies on the way there", "move the file, or name another place"),
     errno.EISDIR: ("a file was expected, and a folder lies there", "name the file within it"),
     errno.EEXIST: ("nothing was expected there, and something lies there", "move it, or name another place"),
     errno.ENOTEMPTY: ("an empty folder was expected", "empty it, or name another place"),
     errno.ENOENT: ("nothing is there", "check the name"),
     errno.ENAMETOOLONG: ("the name is too long for this system", "give a shorter one"),
-    errno.EMFILE: ("this process has too many open files", f"raise `ulimit -n` and start again; {_RESUME}"),
-    errno.ENFILE: ("this machine has too many open files", f"close some programs and start again; {_RESUME}"),
-    errno.ENOMEM: ("this machine has no memory left", f"free some and start again; {_RESUME}"),
+    errno.EMFILE: ("this process has too many open files", "raise `ulimit -n` and start again"),
+    errno.ENFILE: ("this machine has too many open files", "close some programs and start again"),
+    errno.ENOMEM: ("this machine has no memory left", "free some and start again"),
     errno.EIO: ("its disk gave an error", "check the disk, or name a place on another one"),
     errno.EADDRINUSE: ("another program listens there", "choose another port, or 0 for a free one"),
     errno.EADDRNOTAVAIL: ("this machine has no such address", "give one of its own, such as 127.0.0.1"),

@@ -16,6 +16,7 @@ from everlong.contracts.records import (
     Limits,
     MemberStatus,
     PublishedVersion,
+    Reconciled,
     Record,
     ScoredColumns,
     ScoreRequest,
@@ -71,7 +72,8 @@ class Trainer(Protocol):
         ...
 
     async def score(self, request: ScoreRequest) -> ScoredColumns:
-        """Logprobs under the weights as they are, with the same processing (temperature, kept sets) as at sampling."""
+        """Logprobs under the weights as they are, with the same processing (temperature, kept sets) as at sampling; the critic's
+        values of the states before and behind each token. A column that was not asked for, or cannot be had, is None."""
         ...
 
     async def save(self) -> TrainerStatus:
@@ -80,6 +82,11 @@ class Trainer(Protocol):
 
     async def restore(self, num_batches: int | None = None) -> TrainerStatus:
         """Take up the newest checkpoint with at most `num_batches` batches (None: the newest). Without one: start anew."""
+        ...
+
+    async def reconcile(self) -> Reconciled:
+        """Compare the weights with the version that is published under their number, and take that one up where they differ: it is
+        what engines sampled with. Moments stay. Raises ValueError where it cannot be taken up, or may not differ."""
         ...
 
     async def publish(self) -> PublishedVersion:

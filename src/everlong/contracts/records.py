@@ -7,7 +7,7 @@ a wire or a disk without loss.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -95,6 +95,8 @@ class SamplingParams(Record, frozen=True, kw_only=True):
     max_tokens: int = 256
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    kept_logprobs: bool = False
+    """Whether the sampler's logprob of every kept id is recorded beside the sampled one's."""
 
 
 class SamplingKey(Record, frozen=True, kw_only=True):
@@ -144,6 +146,8 @@ class EngineStatus(Record, frozen=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     metrics: dict[str, float] = {}
+    trouble: str = ""
+    """What of it is lost at the moment, and what is done or to be done about that."""
 
 
 class MemberState(StrEnum):
@@ -152,10 +156,17 @@ class MemberState(StrEnum):
     JOINING = "joining"
     """It has held no version yet."""
     SERVING = "serving"
+    LOST = "lost"
+    """It died or hangs and is being brought back: it gets no requests until it is."""
     FAILED = "failed"
     """It gets no requests until it holds a version again."""
     QUARANTINED = "quarantined"
     """What it says is too far from the trainer: it gets no requests any more."""
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether it answers requests, or will without anybody's doing."""
+        return self in (MemberState.JOINING, MemberState.SERVING, MemberState.LOST)
 
 
 class MemberStatus(Record, frozen=True, kw_only=True):
@@ -194,6 +205,8 @@ class Turn(Record, frozen=True, kw_only=True, eq=False):
     role: str = "main"
     continues: int = -1
     """Across a compaction or a fork on mismatch: the turn whose work this one goes on with; -1 for none."""
+    malformed: bool = False
+    """It held a tool call that could not be read, and was not merely cut off at its limit."""
 
 
 MAX_REWARD = 2.0**125
@@ -248,6 +261,10 @@ class ScoredGroup(Record, frozen=True, kw_only=True, eq=False):
     episodes: tuple[Episode, ...]
     credits: tuple[float | None, ...]
     """Aligned with `episodes`."""
+    rewards: tuple[float | None, ...] = ()
+    """What the credit is made of: the verdicts, less what a length near the limit costs. Aligned with `episodes`."""
+    malformed_call: float = 0.0
+    """What each token of a turn with a malformed tool call loses of its credit; in no baseline."""
     baseline: float | None = None
     discarded: str | None = None
     """Why the whole group has nothing to teach: "zero_signal" (all rewards equal; admission may keep it), "too_few_verdicts";
@@ -294,6 +311,12 @@ class EpisodeShare(Record, frozen=True, kw_only=True):
     episode: str
     group: int
     num_trainable: int
+    reward: float | None = None
+    """What its credit is made of; None where there is none."""
+    truncated: bool = False
+    """A length limit cut it off, so that its reward is not that of a finished attempt."""
+    continued_by: tuple[int, ...] = ()
+    """For each of its branches the one that goes on with its work across a compaction or a fork; -1 for none."""
 
 
 class TrainBatch(Record, frozen=True, kw_only=True, eq=False):
@@ -309,15 +332,25 @@ class TrainBatch(Record, frozen=True, kw_only=True, eq=False):
         return sum(share.num_trainable for share in self.episodes)
 
 
+ScoredColumn = Literal["logprobs", "values"]
+
+
 class ScoreRequest(Record, frozen=True, kw_only=True, eq=False):
-    """Ask for the trainer's own logprob of every token with a logprob or a label to imitate."""
+    """Ask for what the trainer's networks say of every token with a logprob or a label to imitate."""
 
     micro_batches: tuple[MicroBatch, ...]
+    wanted: tuple[ScoredColumn, ...] = ("logprobs",)
 
 
 class ScoredColumns(Record, frozen=True, kw_only=True, eq=False):
-    logprobs: tuple[np.ndarray, ...]
-    """Per micro-batch float32[T]: NaN where the token is neither sampled nor trainable. Absent is absent, never 0."""
+    """Per micro-batch float32[T]: NaN where the token is neither sampled nor trainable. Absent is absent, never 0: a column
+    that nobody asked for, or that this trainer has no network for, is None."""
+
+    logprobs: tuple[np.ndarray, ...] | None = None
+    values: tuple[np.ndarray, ...] | None = None
+    """The critic's, of the state that the token was sampled in: it has not seen the token."""
+    values_after: tuple[np.ndarray, ...] | None = None
+    """Of the state that the token leads to."""
     policy_version: int
 
 
@@ -349,6 +382,20 @@ class TrainerStatus(Record, frozen=True, kw_only=True):
     """Batches trained so far: the next one is number `num_batches`."""
     policy_version: int
     fingerprint: str
+
+
+class Reconciled(Record, frozen=True, kw_only=True):
+    """How the weights that a trainer came to stand against the version that was published under their number."""
+
+    policy_version: int
+    trained: str
+    """Fingerprint of what the trainer came to."""
+    published: str | None
+    """Of what was published, which the trainer now holds; None where nothing was."""
+
+    @property
+    def adopted(self) -> bool:
+        return self.published not in (None, self.trained)
 
 
 class PublishedVersion(Record, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """Per-token streams in one columnar record that slices, joins and pads itself.
 
 A new stream is one new row in `STREAMS`; nobody keeps parallel lists by hand. Absent is absent, never 0: a token that
-was not sampled has logprob NaN, version -1 and an empty kept set; a token without verdict has credit NaN.
+was not sampled has logprob NaN, version -1 and an empty kept set; a token without verdict has credit NaN, and one that
+teaches no critic has returns NaN.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ STREAMS: dict[str, Stream] = {
     "versions": Stream("int32", NO_VERSION),
     "temperatures": Stream("float32", np.nan),
     "credit": Stream("float32", np.nan),
+    "returns": Stream("float32", np.nan),
     "engines": Stream("int16", NO_ENGINE),
 }
 
@@ -51,6 +53,8 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
     """int32[K], ascending within a row."""
     offsets: np.ndarray
     """int64[T + 1], starts with 0 and ends with K."""
+    logprobs: np.ndarray | None = None
+    """float32[K], the sampler's of every kept id, NaN where a part had none; None where nobody asked for them."""
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[int]]) -> KeptSets:
@@ -71,7 +75,9 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
 
     def slice(self, start: int, stop: int) -> KeptSets:
         offsets = self.offsets[start : stop + 1]
-        return KeptSets(ids=self.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
+        kept = slice(offsets[0], offsets[-1])
+        logprobs = None if self.logprobs is None else self.logprobs[kept]
+        return KeptSets(ids=self.ids[kept], offsets=offsets - offsets[0], logprobs=logprobs)
 
     @staticmethod
     def join(parts: Sequence[KeptSets]) -> KeptSets:
@@ -80,7 +86,16 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
         shifts = np.cumsum([0, *(len(part.ids) for part in parts)])
         offsets = [np.zeros(1, np.int64)]
         offsets += [part.offsets[1:] + shift for part, shift in zip(parts, shifts, strict=False)]
-        return KeptSets(ids=np.concatenate([p.ids for p in parts]), offsets=np.concatenate(offsets))
+        logprobs = None
+        if any(part.logprobs is not None for part in parts):
+            nothing = [np.full(len(part.ids), np.nan, np.float32) for part in parts]
+            known = [n if part.logprobs is None else part.logprobs for part, n in zip(parts, nothing, strict=True)]
+            logprobs = np.concatenate(known)
+        ids = np.concatenate([part.ids for part in parts])
+        return KeptSets(ids=ids, offsets=np.concatenate(offsets), logprobs=logprobs)
+
+    def without_logprobs(self) -> KeptSets:
+        return KeptSets(ids=self.ids, offsets=self.offsets)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,10 +120,15 @@ class TokenColumns:
     engines: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int16))
     """int16[T], number of the engine of a pool that sampled the token; `NO_ENGINE` where none did or a run has only one. Left
     out, as in episodes stored before there were pools, it is absent."""
+    returns: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    """float32[T], what a critic's value of the state before the token is pulled to; NaN where none learns from it, and everywhere
+    where the stream is left out, as in records that are older than it."""
 
     def __post_init__(self) -> None:
         if not len(self.engines) and len(self.ids):
             object.__setattr__(self, "engines", np.full(len(self.ids), NO_ENGINE, np.int16))
+        if not len(self.returns) and len(self.ids):
+            object.__setattr__(self, "returns", np.full(len(self.ids), np.nan, np.float32))
         lengths = {name: len(getattr(self, name)) for name in (*STREAMS, "kept")}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"every per-token stream needs the length of the ids, got {lengths}: refuse the record")
@@ -122,7 +142,11 @@ class TokenColumns:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenColumns):
             return NotImplemented
-        mine, theirs = ([getattr(c, name) for name in STREAMS] + [c.kept.ids, c.kept.offsets] for c in (self, other))
+        mine, theirs = (
+            [getattr(columns, name) for name in STREAMS]
+            + [columns.kept.ids, columns.kept.offsets, np.asarray(columns.kept.logprobs, np.float32)]
+            for columns in (self, other)
+        )
         return all(a.shape == b.shape and a.tobytes() == b.tobytes() for a, b in zip(mine, theirs, strict=True))
 
     __hash__ = None  # type: ignore[assignment]

@@ -27,6 +27,7 @@ from everlong.ledger.facts import (
     TokensDiscarded,
     TurnSampled,
     VersionPublished,
+    WeightsAdopted,
 )
 from everlong.ledger.ledger import LEDGER_FILE, Entry, Ledger
 from everlong.ledger.lifecycle import BatchView, EpisodeView, GroupView, Lifecycle
@@ -66,6 +67,7 @@ __all__ = [
     "TokensDiscarded",
     "TurnSampled",
     "VersionPublished",
+    "WeightsAdopted",
     "check_ledger",
     "read_lifecycle",
 ]

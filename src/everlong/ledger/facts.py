@@ -143,6 +143,16 @@ class VersionPublished(_Fact, frozen=True, kw_only=True):
     size_bytes: int
 
 
+class WeightsAdopted(_Fact, frozen=True, kw_only=True):
+    """Trained again after a crash, the batches up to a version gave other bits than were published: the trainer took up the published
+    ones, with the moments of what it trained again."""
+
+    version: int
+    trained: str
+    """Fingerprint of what came out."""
+    published: str
+
+
 class EngineUpdated(_Fact, frozen=True, kw_only=True):
     version: int
 
@@ -184,6 +194,7 @@ Fact = (
     | BatchTrained
     | EpisodeEnded
     | VersionPublished
+    | WeightsAdopted
     | EngineUpdated
     | EngineChanged
     | EvalFinished

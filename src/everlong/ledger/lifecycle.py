@@ -35,6 +35,7 @@ from everlong.ledger.facts import (
     TokensDiscarded,
     TurnSampled,
     VersionPublished,
+    WeightsAdopted,
 )
 from everlong.ledger.views import Balance, Decile, balance_of, deciles_of
 
@@ -421,6 +422,16 @@ class Lifecycle:
                 f"{fact.episode} cannot end as trained: its group is in no batch that was trained",
             )
             _require(fact.trained > 0, f"{fact.episode} ended as trained without a trained token: discard it")
+
+    @_apply.register
+    def _(self, fact: WeightsAdopted) -> None:
+        _require(
+            fact.version == self.policy_version,
+            f"the weights of version {fact.version} were adopted, the policy is at {self.policy_version}",
+        )
+        _require(
+            fact.trained != fact.published, f"version {fact.version} came out as it was published: nothing to adopt"
+        )
 
     @_apply.register
     def _(self, fact: VersionPublished) -> None:

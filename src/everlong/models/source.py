@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from everlong.contracts.import_path import load_named
+from everlong.contracts.import_path import call_named, load_named
 from everlong.models.config import FolderModel, HubModel, ModelConfig, OwnModel, Smollm2Model
 from everlong.models.llama.config import LlamaConfig
 from everlong.models.smollm2 import is_converted, smollm2_folder
@@ -71,7 +71,7 @@ def is_model_here(config: ModelConfig) -> bool:
 
 def _own_source(path: str) -> ModelSource:
     function = load_named(path)
-    source = function() if callable(function) else function
+    source = call_named(path, function) if callable(function) else function
     if not isinstance(source, ModelSource) or (source.build is None and source.folder is None):
         raise ValueError(
             f"model.source={path} must name a function that returns a ModelSource with a folder or with build, got {source!r}"

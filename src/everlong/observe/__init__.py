@@ -12,7 +12,7 @@ from everlong.observe.report import (
     read_timings,
     write_report,
 )
-from everlong.observe.sinks import FanOut, JsonlSink, MemorySink, Point, read_points
+from everlong.observe.sinks import FanOut, JsonlSink, MemorySink, Point, read_points, read_rows
 from everlong.observe.stages import SILENT, Stages
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "read_evaluations",
     "read_panels",
     "read_points",
+    "read_rows",
     "read_timings",
     "success_text",
     "wilson_interval",

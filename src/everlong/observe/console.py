@@ -79,6 +79,8 @@ class ConsoleSink:
             parts.append(f"{values['tokens_per_s']:5,.0f} tokens/s")
         if "idle" in values:
             parts.append(f"idle {values['idle']:3.0%}")
+        if postponed := values.get("groups_postponed"):
+            parts.append(f"left to the next batch, since no slot was free: {postponed:.0f} groups")
         parts += [
             f"{name.removeprefix(REASONS)} {n:.0f}" for name, n in sorted(values.items()) if name.startswith(REASONS)
         ]
@@ -162,11 +164,16 @@ def _eval_name(index: int) -> str:
 def _eval_text(values: Mapping[str, float]) -> str:
     """Success with its interval where the point says of how many, else whatever it holds. No verdict is no success of 0."""
     if values.get("episodes") == 0 and "without_verdict" in values:
-        return f"no verdict in {values['without_verdict']:.0f} episodes"
+        return f"no verdict in {values['without_verdict']:.0f} episodes{_never_began(values)}"
     if "success" not in values or "episodes" not in values:
         return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
     missing = values.get("without_verdict", 0.0)
-    without = f", {missing:.0f} without verdict" if missing else ""
+    without = f", {missing:.0f} without verdict{_never_began(values)}" if missing else ""
     return (
         f"success {success_text(values['success'], values['episodes'])} of {values['episodes']:.0f} episodes{without}"
     )
+
+
+def _never_began(values: Mapping[str, float]) -> str:
+    count = values.get(f"{REASONS}never_began", 0.0)
+    return f" ({count:.0f} of them never began)" if count else ""

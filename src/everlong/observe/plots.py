@@ -9,7 +9,7 @@ from pathlib import Path
 
 from everlong.observe.console import BATCH, EVAL, WARMUP
 from everlong.observe.intervals import wilson_interval
-from everlong.observe.sinks import Point
+from everlong.observe.sinks import Point, read_rows
 
 COLUMNS = 2
 AGE_SHARE = "staleness/share/"
@@ -46,14 +46,9 @@ def read_panels(points: Sequence[Point]) -> list[Panel]:
     """Reward and held-out success; warm-up loss; entropy; tokens per second; age, where any token was old: those that were
     measured.
 
-    Of a value that was written twice for a step, the later counts: a batch that a crash made train again was sampled once. RL batches count from 1, an evaluation stands at the number of
-    RL batches before it.
+    RL batches count from 1, an evaluation stands at the number of RL batches before it.
     """
-    batches: dict[int, dict[str, float | None]] = {}
-    for point in points:
-        if point.axis == BATCH:
-            batches.setdefault(point.step, {}).update(point.values)
-    evals = {point.step: point.values for point in points if point.axis == EVAL}
+    batches, evals = read_rows(points, BATCH), read_rows(points, EVAL)
     warm = {step + 1: values for step, values in batches.items() if values.get(WARMUP)}
     trained = {step + 1 - len(warm): values for step, values in batches.items() if step + 1 not in warm}
     panels = [

@@ -14,14 +14,12 @@ from everlong.contracts.records import Record
 from everlong.observe.console import BATCH, EVAL, WARMUP, format_duration
 from everlong.observe.intervals import Gain, interval_text, percent, success_text, wilson_interval
 from everlong.observe.plots import Panel, draw_panels, read_panels
-from everlong.observe.sinks import Point, read_points
+from everlong.observe.sinks import SECONDS, Point, read_points, read_rows
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.toml"
 REPORT_FILE = "report.html"
 
-SECONDS = "seconds/"
-"""Names of timings begin with this."""
 TRAINING_PARTS = ("forward", "backward", "optimizer")
 """What the trainer times within `seconds/training`."""
 
@@ -89,13 +87,13 @@ class Evaluation(Record, frozen=True, kw_only=True):
 
 
 def read_evaluations(points: Sequence[Point]) -> list[Evaluation]:
-    """In the order of the run; of one that was written twice, the later counts. Those without episodes are left out."""
-    found = {}
-    for point in points:
-        success, episodes = point.values.get("success"), point.values.get("episodes")
-        if point.axis == EVAL and success is not None and episodes:
-            found[point.step] = Evaluation(num_batches=point.step, success=success, episodes=int(episodes))
-    return [found[step] for step in sorted(found)]
+    """In the order of the run. Those without episodes are left out."""
+    found = []
+    for step, values in sorted(read_rows(points, EVAL).items()):
+        success, episodes = values.get("success"), values.get("episodes")
+        if success is not None and episodes:
+            found.append(Evaluation(num_batches=step, success=success, episodes=int(episodes)))
+    return found
 
 
 def write_report(
@@ -106,10 +104,12 @@ def write_report(
     losses: Sequence[LossRow] = (),
     episodes: Sequence[EpisodeText] = (),
     gain: Gain | None = None,
+    warning: Sequence[str] = (),
 ) -> Path:
     """Write `report.html` into the run's folder, from its `metrics.jsonl` and `config.toml`; the path of the report.
 
     `summary`: what was trained and how, a sentence per part. `balance`: the ledger's counts, by table and row.
+    `warning`: what a reader must know first, line by line.
     `losses`: from the shortest episodes to the longest. `gain`: from the first evaluation to the last, on the same tasks.
     Parts that the run does not have yet are left out and said to be.
     """
@@ -117,6 +117,7 @@ def write_report(
     points = read_points(folder / METRICS_FILE)
     html = _template().render(
         name=folder.resolve().name,
+        warning=warning,
         summary=summary,
         panels=[(panel.title, _picture(panel)) for panel in read_panels(points)],
         evaluations=read_evaluations(points),

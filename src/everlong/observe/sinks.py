@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from everlong.contracts.ports import MetricSink
 from everlong.contracts.records import Record
+
+SECONDS = "seconds/"
+"""Names of timings begin with this."""
 
 
 class Point(Record, frozen=True, kw_only=True):
@@ -90,6 +93,25 @@ def read_points(path: str | Path) -> list[Point]:
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
     return points
+
+
+def read_rows(points: Iterable[Point], axis: str) -> dict[int, dict[str, float | None]]:
+    """One row per step of an axis. A batch that was trained again after a crash was written twice.
+
+    Of what both say the later counts, since the weights come from it, except how long something took: the batch was sampled,
+    and its parts were timed together, once. What only one of them measured stays.
+    """
+    rows: dict[int, dict[str, float | None]] = {}
+    for point in points:
+        if point.axis == axis:
+            row = rows.setdefault(point.step, {})
+            row |= {name: value for name, value in point.values.items() if not _stays(name, row, value)}
+    return rows
+
+
+def _stays(name: str, row: Mapping[str, float | None], again: float | None) -> bool:
+    """Whether what the row holds by this name is kept although it is said again."""
+    return row.get(name) is not None and (again is None or name.startswith(SECONDS))
 
 
 def _point(axis: str, step: int, values: dict[str, float]) -> Point:

@@ -74,6 +74,11 @@ class Agenda:
         self._taken.add(self._next_group)
         return self._next_group
 
+    def give_back(self, group: int) -> None:
+        """Nothing of it began: it is the next in order again."""
+        self._taken.discard(group)
+        self._next_group = min(self._next_group, group)
+
     def open_train_group(self, queue: EpisodeQueue, group: int, *, held: int, oldest: int | None = None) -> None:
         """Queue its episodes. `held`: the version that the engine holds; `oldest`: the one it held at the first opening."""
         task = self._train_tasks[task_of_group(group, len(self._train_tasks), self._seed)]
@@ -87,13 +92,13 @@ class Agenda:
         due = index == 0 or self.batch == self.num_batches or bool(every and index % every == 0)
         return due and bool(self._eval_tasks) and index not in self._evals
 
-    def open_eval(self, queue: EpisodeQueue, now_s: float) -> None:
-        """Its groups are numbered over the whole run, and all have the deadline of the evaluation."""
+    def open_eval(self, queue: EpisodeQueue) -> None:
+        """Its groups are numbered over the whole run, and have the deadline of the evaluation together."""
         first, within_s = self.index * len(self._eval_tasks), self._schedule.eval_deadline_s
         for place, task in enumerate(self._eval_tasks):
             queue.open(Purpose.EVAL, first + place, task, self._schedule.eval_attempts, held=self.batch)
-            if within_s is not None:
-                queue.set_deadline(Purpose.EVAL, first + place, now_s + within_s)
+        if within_s is not None:
+            queue.set_deadline(Purpose.EVAL, range(first, first + len(self._eval_tasks)), within_s)
 
     def close_eval(self, queue: EpisodeQueue) -> RecordEval:
         groups = tuple(sorted(group.number for group in queue.of(Purpose.EVAL)))

@@ -76,7 +76,7 @@ class AsyncScheduler:
             case EpisodeEnded():
                 self._queue.ended(event)
             case Tick():
-                self.deadlines += any(group.purpose is Purpose.TRAIN for group in self._queue.late(event.now_s))
+                self.deadlines += self._queue.is_late(Purpose.TRAIN, event.now_s)
                 return [*self._queue.cancel_late(event.now_s), *self._decide(event.now_s)]
         return self._decide(event.now_s)
 
@@ -108,19 +108,19 @@ class AsyncScheduler:
             actions.append(UpdateEngine(self._published))
         if self._held < 0:
             return actions
-        self._open_known(now_s)
+        self._open_known()
         if not self._training and not self._publishing:
-            actions += self._evaluate(now_s) if self._agenda.eval_due else self._train()
-        self._open_groups(now_s)
-        return [*actions, *self._queue.fill()]
+            actions += self._evaluate() if self._agenda.eval_due else self._train()
+        self._open_groups()
+        return [*actions, *self._queue.fill(now_s)]
 
-    def _evaluate(self, now_s: float) -> list[Action]:
+    def _evaluate(self) -> list[Action]:
         """One version answers a whole evaluation: the trainer rests meanwhile, and the training episodes go on."""
         if self._held < self._agenda.batch:
             return []
         if not self._evaluating:
             self._evaluating = True
-            self._agenda.open_eval(self._queue, now_s)
+            self._agenda.open_eval(self._queue)
         return [] if self._queue.num_open(Purpose.EVAL) else [self._agenda.close_eval(self._queue)]
 
     def _train(self) -> list[Action]:
@@ -159,19 +159,19 @@ class AsyncScheduler:
     def _fits(self, oldest: Sequence[int], next_batch: int) -> bool:
         return fits(oldest, next_batch, self._schedule.groups_per_batch, self._schedule.max_staleness)
 
-    def _open_known(self, now_s: float) -> None:
+    def _open_known(self) -> None:
         """Those that an earlier process had opened; some may be complete, and nothing else would say so."""
         for group, oldest in self._known.items():
-            self._open(group, now_s, oldest)
+            self._open(group, oldest)
         self._known = {}
 
-    def _open_groups(self, now_s: float) -> None:
+    def _open_groups(self) -> None:
         """As many as can still be trained young enough."""
         under_way = [group.oldest for group in self._queue.of(Purpose.TRAIN)]
         left = (self._agenda.num_batches - self._first_free) * self._schedule.groups_per_batch
         while len(under_way) < left and self._fits_last([*under_way, self._held]):
             under_way.append(self._held)
-            self._open(self._agenda.next_group(), now_s, self._held)
+            self._open(self._agenda.next_group(), self._held)
 
     def _fits_last(self, oldest: list[int]) -> bool:
         """Of the newest alone: that older ones fit was seen when they were opened, and masking may have let them grow old."""
@@ -183,7 +183,7 @@ class AsyncScheduler:
         """The first batch that groups under way can be in."""
         return self._next_batch + (self._closed is not None)
 
-    def _open(self, group: int, now_s: float, oldest: int) -> None:
+    def _open(self, group: int, oldest: int) -> None:
         self._agenda.open_train_group(self._queue, group, held=self._held, oldest=oldest)
         if self._schedule.group_deadline_s is not None:
-            self._queue.set_deadline(Purpose.TRAIN, group, now_s + self._schedule.group_deadline_s)
+            self._queue.set_deadline(Purpose.TRAIN, (group,), self._schedule.group_deadline_s)

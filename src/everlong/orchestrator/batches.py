@@ -1,19 +1,20 @@
-"""From the episodes of some groups to a batch: credit, admission, packing. A pure function of the episodes and the seed."""
+"""From the episodes of some groups to a batch: credit, admission, packing. A pure function of the episodes and the seed, and of
+the critic's values where credit is made of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from everlong.contracts.records import Episode, ScoredGroup
+from everlong.contracts.records import Episode, ScoredColumns, ScoredGroup, ScoreRequest, TrainBatch
 from everlong.trajectories.admission import AdmissionConfig
-from everlong.trajectories.credit import CreditConfig, score_group
+from everlong.trajectories.credit import AnyCredit, GaeConfig, credit_from_values, score_group
 from everlong.trajectories.packing import PackedBatch, PackingConfig, pack_batch
 
 
 @dataclass(frozen=True, slots=True)
 class BatchMaker:
-    credit: CreditConfig
+    credit: AnyCredit
     admission: AdmissionConfig
     packing: PackingConfig
     seed: int
@@ -28,3 +29,14 @@ class BatchMaker:
             if episodes
         ]
         return scored, pack_batch(batch, scored, self.packing, self.admission, self.seed, self.max_staleness)
+
+    def question(self, batch: TrainBatch) -> ScoreRequest | None:
+        """What must be known before the batch has its credit; None where it has it already."""
+        if not isinstance(self.credit, GaeConfig) or not batch.micro_batches:
+            return None
+        return ScoreRequest(micro_batches=batch.micro_batches, wanted=("values",))
+
+    def credited(self, batch: TrainBatch, scores: ScoredColumns) -> TrainBatch:
+        """The batch with the credit that follows from the answer."""
+        assert isinstance(self.credit, GaeConfig), "nothing was asked"
+        return credit_from_values(batch, scores, self.credit)

@@ -17,7 +17,7 @@ import numpy as np
 
 from everlong.contracts.errors import LedgerError, Reason, WorkerDied
 from everlong.contracts.ports import Engine, MetricSink, Trainer
-from everlong.contracts.records import Episode, EpisodeOrder, Purpose, TrainBatch, TrainReport, Verdict
+from everlong.contracts.records import Episode, EpisodeOrder, Purpose, Reconciled, TrainBatch, TrainReport, Verdict
 from everlong.ledger.episodes import EpisodeStore
 from everlong.ledger.facts import (
     BatchClosed,
@@ -30,6 +30,7 @@ from everlong.ledger.facts import (
     GroupOpened,
     RunResumed,
     VersionPublished,
+    WeightsAdopted,
 )
 from everlong.ledger.facts import (
     EngineUpdated as EngineUpdatedFact,
@@ -39,7 +40,7 @@ from everlong.ledger.writer import LedgerWriter
 from everlong.observe.console import WARMUP
 from everlong.orchestrator import events
 from everlong.orchestrator.batches import BatchMaker
-from everlong.orchestrator.measuring import batch_metrics, engine_metrics, loss_metrics, signal_metrics
+from everlong.orchestrator.measuring import batch_metrics, ends, engine_metrics, loss_metrics, signal_metrics
 from everlong.orchestrator.outcomes import eval_outcome, replaced_outcome, train_outcomes
 from everlong.orchestrator.pool_watch import Judge, PoolWatch, member_metrics, unsigned
 from everlong.orchestrator.window import BUSY_S, BatchWindow
@@ -75,6 +76,8 @@ class Parts:
     """Holds back the turns of the episodes."""
     apart: bool = False
     """Whether engine and trainer have processes, and compute, of their own."""
+    say: Callable[[str], None] = field(default=lambda line: None)
+    """Takes a line for whoever watches the run."""
     judge: Judge | None = None
     """Of a pool of engines; None where the run has one engine."""
 
@@ -88,6 +91,17 @@ class _Made:
     """None of a supervised batch."""
     metrics: dict[str, float]
     """What the episodes and the packing say, the same whenever it is made again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """A batch that was trained again, and what is to be said of it."""
+
+    batch: int
+    values: dict[str, float]
+    facts: tuple[Fact, ...]
+    compared: bool
+    """Whether a published version stands behind it."""
 
 
 class Stopwatch:
@@ -185,7 +199,7 @@ class RunConductor:
         await self._parts.ledger.append(*self._opening_facts(order))
         episode = await self._attempt(order)
         if self._parts.worker_lost():
-            raise WorkerDied("a worker process is gone; `everlong resume RUN` goes on from what is stored")
+            raise WorkerDied("a worker process is gone")
         await self._store(episode)
         error = episode.error or episode.verdict.output
         return events.EpisodeEnded(self._parts.clock(), order, episode.reason, episode.reward, error)
@@ -296,7 +310,9 @@ class RunConductor:
 
         A checkpoint ahead of the ledger is a batch that was trained but not yet recorded; a checkpoint behind it means
         that batches since then are trained again from their stored episodes. Each is measured again, since the crash
-        may have come before its row, and where a checkpoint is due after a batch it is saved.
+        may have come before its row, and where a checkpoint is due after a batch it is saved. Where other bits come out than were
+        published, the published ones are taken up. Nothing is said of a batch before it stands: a published version was compared
+        behind it, or there is none.
         """
         status = await self._parts.trainer.restore()
         lifecycle = self._parts.ledger.lifecycle
@@ -309,22 +325,50 @@ class RunConductor:
             )
         behind = min(status.num_batches, recorded)
         await self._parts.ledger.append(RunResumed(num_batches=behind if behind < lifecycle.num_trained else None))
+        await self._parts.ledger.append(*self._adopted(await self._parts.trainer.reconcile()))
+        untold: list[_Again] = []
         for batch in range(behind, recorded):
-            await self._train_again(batch, save=checkpoint_due(batch))
+            untold.append(await self._train_again(batch, save=checkpoint_due(batch)))
+            if untold[-1].compared or batch + 1 == recorded:
+                await self._tell(untold)
+                untold = []
         if status.num_batches > recorded:
             made = await self._made(recorded, lifecycle.batches[recorded].groups)
             self._parts.metrics.log("batch", recorded, made.metrics)
             await self._record_trained(recorded, made, status.policy_version)
 
-    async def _train_again(self, batch: int, *, save: bool) -> None:
+    def _adopted(self, found: Reconciled) -> tuple[Fact, ...]:
+        """What the ledger is told where the trainer took up what was published."""
+        if found.published is None or not found.adopted:
+            return ()
+        version = found.policy_version
+        self._parts.say(
+            f"policy version {version} came out with other bits here than were published, by another CPU or other threads: going on "
+            "with the published weights"
+        )
+        return (WeightsAdopted(version=version, trained=found.trained, published=found.published),)
+
+    async def _tell(self, trained: Sequence[_Again]) -> None:
+        for again in trained:
+            self._parts.metrics.log("batch", again.batch, again.values)
+            await self._parts.ledger.append(*again.facts)
+
+    async def _train_again(self, batch: int, *, save: bool) -> _Again:
         """A batch that the ledger knows as trained: its episodes have their ends."""
         watch = Stopwatch(self._parts.clock)
         made = await self._made(batch, self._parts.ledger.lifecycle.batches[batch].groups)
         again = made.packed.train_batch if made.packed else await self._parts.warmup_batch(batch)
         watch.lap("packing")
-        report = await self._train(again, save, watch)
-        self._parts.metrics.log("batch", batch, {**made.metrics, **report.metrics, **watch.seconds})
-        await self._parts.ledger.append(BatchTrained(batch=batch, policy_version=report.policy_version))
+        if made.packed:
+            again = await self._credited(again, watch)
+        report = await self._train(again, False, watch)
+        found = await self._parts.trainer.reconcile()
+        if save:
+            await self._parts.trainer.save()
+        adopted = self._adopted(found)
+        values = {**made.metrics, **report.metrics, **watch.seconds, "weights_adopted": float(bool(adopted))}
+        trained = BatchTrained(batch=batch, policy_version=report.policy_version)
+        return _Again(batch, values, (trained, *adopted), compared=found.published is not None)
 
     async def _made(self, batch: int, groups: Sequence[int]) -> _Made:
         """The batch over these groups, from their episodes; without groups it is a supervised one, not packed here."""
@@ -353,16 +397,29 @@ class RunConductor:
         assert made.packed is not None
         watch.lap("packing")
         await self._close_batch(action.batch, action.groups)
-        report = await self._train(made.packed.train_batch, action.save, watch)
+        batch = await self._credited(made.packed.train_batch, watch)
+        report = await self._train(batch, action.save, watch)
         members = await self._pool.judge(report.mismatch)
         window = self._window.close(await self._engine_busy_s(), len(made.packed.train_batch.episodes))
         values = {**made.metrics, **report.metrics, **engine, **sampling, **watch.seconds, **window}
         values |= loss_metrics(self._parts.ledger.lifecycle.loss_by_length_decile())
         values |= member_metrics(members)
-        self._parts.metrics.log("batch", action.batch, {**values, "deadlines": float(action.deadlines)})
+        met = {"deadlines": float(action.deadlines), "groups_postponed": float(action.postponed)}
+        self._parts.metrics.log("batch", action.batch, {**values, **met})
         await self._record_trained(action.batch, made, report.policy_version)
         await self._pool.record(members)
         return events.BatchDone(self._parts.clock(), action.batch, report.policy_version)
+
+    async def _credited(self, batch: TrainBatch, watch: Stopwatch) -> TrainBatch:
+        """The batch with its credit, for which the critic is asked where the credit is made of values."""
+        question = self._parts.batches.question(batch)
+        if question is None:
+            return batch
+        watch.lap("recording")
+        scores = await self._parts.trainer.score(question)
+        batch = await asyncio.to_thread(self._parts.batches.credited, batch, scores)
+        watch.lap("scoring")
+        return batch
 
     async def _train(self, batch: TrainBatch, save: bool, watch: Stopwatch) -> TrainReport:
         watch.lap("recording")
@@ -429,7 +486,8 @@ class RunConductor:
 
     async def _record_eval(self, action: events.RecordEval) -> events.Event:
         sampling = self._sampling_metrics(Purpose.EVAL)
-        rewards = [e.reward for group in action.groups for e in await self._group(Purpose.EVAL, group)]
+        episodes = [episode for group in action.groups for episode in await self._group(Purpose.EVAL, group)]
+        rewards = [episode.reward for episode in episodes]
         verdicts = [reward for reward in rewards if reward is not None]
         successes = sum(reward >= 1.0 for reward in verdicts)
         judged = {"success": successes / len(verdicts), "reward": float(np.mean(verdicts))} if verdicts else {}
@@ -438,6 +496,7 @@ class RunConductor:
             "episodes": float(len(verdicts)),
             "without_verdict": float(len(rewards) - len(verdicts)),
             "policy_version": float(action.policy_version),
+            **ends(episodes),
             **sampling,
         }
         self._parts.metrics.log("eval", action.index, values)

@@ -30,8 +30,8 @@ class _Schedule(Config):
     eval_attempts: int = Field(1, ge=1)
     """Episodes per held-out task and evaluation."""
     eval_deadline_s: float | None = Field(7200.0, gt=0)
-    """Seconds after which an evaluation closes without the episodes that are still running or waiting: they have no verdict. None
-    waits for ever."""
+    """Seconds after which an evaluation closes without the episodes that are still running or waiting: they have no verdict. They
+    count from its first episode, and not while it waits for slots that training holds. None waits for ever."""
 
 
 class RoundsConfig(_Schedule):
@@ -39,7 +39,8 @@ class RoundsConfig(_Schedule):
 
     type: Literal["rounds"] = "rounds"
     batch_deadline_s: float | None = Field(1800.0, gt=0)
-    """Seconds after which a batch closes without the episodes that are still running; None waits for ever."""
+    """Seconds from the first episode of a batch to when it closes without those that are still running; groups of which nobody had
+    begun are left to the next batch. None waits for ever."""
     on_deadline: Literal["mask", "replace"] = "mask"
     """At the deadline: train each group on the members that ended (mask), or drop unfinished groups and open others (replace). A
     batch replaces at most groups_per_batch groups; at a deadline that would go beyond, it closes as with mask."""
@@ -54,7 +55,8 @@ class PartialConfig(_Schedule):
     max_staleness: int | None = Field(None, ge=0)
     """Policy versions by which a token may be old when it trains; older ones are masked as `over_age`. None trains all."""
     group_deadline_s: float | None = Field(1800.0, gt=0)
-    """Seconds after its opening at which a group closes without the episodes that are still running; None waits for ever."""
+    """Seconds after which a group closes without its episodes that are still running or waiting. They count while one of them runs,
+    and not while an evaluation holds the others back. None waits for ever."""
 
 
 class AsyncConfig(_Schedule):
@@ -69,7 +71,8 @@ class AsyncConfig(_Schedule):
     publish_every: int = Field(1, ge=1)
     """Batches between publications; evaluations and the end of the run publish as well."""
     group_deadline_s: float | None = Field(1800.0, gt=0)
-    """Seconds after its opening at which a group closes without the episodes that are still running; None waits for ever."""
+    """Seconds after which a group closes without its episodes that are still running or waiting. They count while one of them runs,
+    and not while an evaluation holds the others back. None waits for ever."""
 
     @model_validator(mode="after")
     def _reaches_every_batch(self) -> AsyncConfig:

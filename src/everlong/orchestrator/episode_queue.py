@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from everlong.contracts.errors import Reason
 from everlong.contracts.records import EpisodeOrder, Purpose
+from everlong.orchestrator.deadlines import Deadlines, Key
 from everlong.orchestrator.events import CancelEpisode, EpisodeEnded, RunAborted, RunEpisode
 from everlong.orchestrator.progress import Progress
 
@@ -28,16 +29,17 @@ class Group:
     """The engine's version when it was opened: none of its tokens is older."""
     open: set[int]
     """Attempts that have not ended."""
-    deadline_s: float | None = None
-    """When those that are still running are cancelled; None for never, or done."""
+    begun: bool
+    """Whether one of them began, in this process or before a crash."""
 
 
 class EpisodeQueue:
     def __init__(self, *, max_running: int, max_failures: int, progress: Progress) -> None:
         self._max_running, self._max_failures, self._progress = max_running, max_failures, progress
-        self._groups: dict[tuple[Purpose, int], Group] = {}
+        self._groups: dict[Key, Group] = {}
         self._waiting: dict[Purpose, deque[EpisodeOrder]] = {Purpose.EVAL: deque(), Purpose.TRAIN: deque()}
         self._running: dict[str, EpisodeOrder] = {}
+        self._deadlines = Deadlines()
         self._num_failures = 0
 
     # What there is
@@ -64,12 +66,12 @@ class EpisodeQueue:
 
     @property
     def wake_at_s(self) -> float | None:
-        """The earliest deadline of a group that still has somebody to wait for."""
-        return min((g.deadline_s for g in self._groups.values() if g.deadline_s is not None and g.open), default=None)
+        """When the next deadline passes, if nothing happens until then."""
+        return self._deadlines.next_at_s
 
-    def late(self, now_s: float) -> list[Group]:
-        """Groups whose deadline has passed and that still have somebody to wait for."""
-        return [g for g in self._groups.values() if g.open and g.deadline_s is not None and g.deadline_s <= now_s]
+    def is_late(self, purpose: Purpose, now_s: float) -> bool:
+        """Whether a deadline of groups of that purpose has passed."""
+        return any(key[0] is purpose for key in self._deadlines.late(now_s))
 
     # What changes
 
@@ -83,24 +85,40 @@ class EpisodeQueue:
         ]
         orders = [order for order in orders if order.episode not in self._progress.ended]
         attempts = {order.attempt for order in orders}
-        self._groups[purpose, number] = Group(purpose, number, task, held if oldest is None else oldest, attempts)
         incarnations = self._progress.incarnations
+        begun = len(attempts) < size or any(order.episode in incarnations for order in orders)
+        oldest = held if oldest is None else oldest
+        self._groups[purpose, number] = Group(purpose, number, task, oldest, attempts, begun)
         self._waiting[purpose] += [replace(o, incarnation=incarnations.get(o.episode, 0)) for o in orders]
 
-    def set_deadline(self, purpose: Purpose, number: int, deadline_s: float | None) -> None:
-        self._groups[purpose, number].deadline_s = deadline_s
+    def set_deadline(self, purpose: Purpose, numbers: Iterable[int], within_s: float) -> None:
+        """These groups have so much time together, counted from when the first of their members begins."""
+        self._deadlines.give(((purpose, number) for number in numbers), within_s)
 
     def forget(self, purpose: Purpose, number: int) -> Group:
-        """Nobody waits for this group any more; those of its members that run still answer."""
-        return self._groups.pop((purpose, number))
+        """Nobody waits for this group any more: members that have not begun never will, those that run still answer."""
+        key = purpose, number
+        self._deadlines.drop({key})
+        self._waiting[purpose] = deque(order for order in self._waiting[purpose] if order.group != number)
+        return self._groups.pop(key)
 
-    def fill(self) -> list[RunEpisode]:
+    def fill(self, now_s: float) -> list[RunEpisode]:
         """Begin as many as may run."""
         actions = []
         for waiting in self._waiting.values():
             while waiting and len(self._running) < self._max_running:
                 actions.append(self._begin(waiting.popleft()))
+        self._turn_clocks(now_s)
         return actions
+
+    def pause(self, now_s: float) -> None:
+        """Sampling stands still, and with it every clock."""
+        self._deadlines.paused = True
+        self._turn_clocks(now_s)
+
+    def resume(self) -> None:
+        """Clocks run again with the next `fill`."""
+        self._deadlines.paused = False
 
     def ended(self, event: EpisodeEnded) -> None:
         """Raises RunAborted after too many failures of ours in a row."""
@@ -110,40 +128,37 @@ class EpisodeQueue:
         if group is not None:
             group.open.discard(event.order.attempt)
 
-    def cancel_all(self) -> list[RunEpisode | CancelEpisode]:
-        """Begin what waits, so that it ends and is accounted for, and cancel everything."""
-        begun = [self._begin(order) for waiting in self._waiting.values() for order in _drained(waiting)]
-        return [*begun, *self.cancel_running(self._running.values())]
-
     def cancel_late(self, now_s: float) -> list[RunEpisode | CancelEpisode]:
-        """The same, of the groups whose deadline has passed."""
-        late = self.late(now_s)
-        keys = {(group.purpose, group.number) for group in late}
-        for group in late:
-            group.deadline_s = None
-        begun = []
+        """Cancel the members of the groups whose deadline has passed. Those that wait begin for it, so that they end and are
+        accounted for, by a reason of their own."""
+        late = self._deadlines.late(now_s)
+        self._deadlines.drop(late)
+        running = self.cancel_running(late)
+        actions: list[RunEpisode | CancelEpisode] = []
         for purpose, waiting in self._waiting.items():
-            begun += [self._begin(order) for order in waiting if (purpose, order.group) in keys]
-            self._waiting[purpose] = deque(order for order in waiting if (purpose, order.group) not in keys)
-        running = [order for order in self._running.values() if (order.purpose, order.group) in keys]
-        return [*begun, *self.cancel_running(running)]
+            for order in [order for order in waiting if (purpose, order.group) in late]:
+                actions += [self._begin(order), CancelEpisode(order.episode, Reason.NEVER_BEGAN)]
+            self._waiting[purpose] = deque(order for order in waiting if (purpose, order.group) not in late)
+        self._turn_clocks(now_s)
+        return [*actions, *running]
 
-    def drop_waiting(self) -> None:
-        """Those that have not begun never will."""
-        for waiting in self._waiting.values():
-            waiting.clear()
-
-    def cancel_running(self, orders: Iterable[EpisodeOrder] | None = None) -> list[CancelEpisode]:
-        """All of them, or these."""
-        orders = self._running.values() if orders is None else orders
+    def cancel_running(self, groups: set[Key]) -> list[CancelEpisode]:
+        """The members that run, of these groups."""
+        orders = [order for order in self._running.values() if (order.purpose, order.group) in groups]
         return [CancelEpisode(order.episode, Reason.DEADLINE) for order in orders]
+
+    def _turn_clocks(self, now_s: float) -> None:
+        running = {(order.purpose, order.group) for order in self._running.values()}
+        waiting = {(purpose, order.group) for purpose, orders in self._waiting.items() for order in orders}
+        self._deadlines.turn(running, waiting, now_s)
 
     def _begin(self, order: EpisodeOrder) -> RunEpisode:
         self._running[order.episode] = order
+        self._groups[order.purpose, order.group].begun = True
         return RunEpisode(order)
 
     def _count_failure(self, event: EpisodeEnded) -> None:
-        if event.reason in (Reason.CANCELLED, Reason.DEADLINE):
+        if event.reason.ordered:
             return
         self._num_failures = 0 if event.reason.trustworthy else self._num_failures + 1
         if self._num_failures >= self._max_failures:
@@ -151,9 +166,3 @@ class EpisodeQueue:
                 f"{self._num_failures} episodes in a row failed through no doing of the agent; the last, "
                 f"{event.order.episode}, with {event.reason}:\n{event.error}"
             )
-
-
-def _drained(waiting: deque[EpisodeOrder]) -> list[EpisodeOrder]:
-    orders = list(waiting)
-    waiting.clear()
-    return orders

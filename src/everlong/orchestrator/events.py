@@ -100,6 +100,8 @@ class TrainGroups:
     save: bool
     deadlines: int = 0
     """How many deadlines it met before it closed."""
+    postponed: int = 0
+    """Groups that it left to the next batch, since nothing of them had begun at its deadline."""
 
 
 @dataclass(frozen=True, slots=True)

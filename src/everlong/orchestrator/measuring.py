@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -17,7 +17,6 @@ def batch_metrics(groups: Mapping[int, Sequence[Episode]]) -> dict[str, float]:
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
     counts: defaultdict[str, float] = defaultdict(float)
     for episode in episodes:
-        counts[f"reason/{episode.reason}"] += 1
         for flag in episode.verdict.flags:
             counts[f"flag/{flag}"] += 1
         for name, value in episode.metrics.items():
@@ -30,8 +29,15 @@ def batch_metrics(groups: Mapping[int, Sequence[Episode]]) -> dict[str, float]:
         "group_size": len(rewards) / max(1, len(groups)),
         "turns_per_episode": float(np.mean([len(e.turns) for e in episodes])) if episodes else 0.0,
         "sampled_tokens": float(sum(e.num_sampled for e in episodes)),
+        **ends(episodes),
         **counts,
     }
+
+
+def ends(episodes: Sequence[Episode]) -> dict[str, float]:
+    """How many ended by which reason, as `reason/NAME`."""
+    reasons = Counter(str(episode.reason) for episode in episodes)
+    return {f"reason/{reason}": float(count) for reason, count in reasons.items()}
 
 
 def signal_metrics(scored: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from everlong.contracts.errors import Reason
 from everlong.contracts.records import Episode
 from everlong.ledger.facts import EpisodeEnded, EpisodeState
 from everlong.ledger.lifecycle import EpisodeView
@@ -25,7 +24,7 @@ def train_outcomes(
 def _train_outcome(episode: Episode, tokens: TokenOutcome, stray: Mapping[str, int]) -> EpisodeEnded:
     if tokens.trained:
         state, reason = EpisodeState.TRAINED, str(episode.reason)
-    elif episode.reason in (Reason.CANCELLED, Reason.DEADLINE):
+    elif episode.reason.ordered:
         state, reason = EpisodeState.CANCELLED, str(episode.reason)
     elif episode.reward is None:
         state, reason = EpisodeState.FAILED, str(episode.verdict.reason or episode.reason)
@@ -44,7 +43,7 @@ def eval_outcome(episode: Episode, view: EpisodeView) -> EpisodeEnded:
     failed = episode.reward is None
     reason = str(episode.verdict.reason or episode.reason) if failed else str(episode.reason)
     state = EpisodeState.FAILED if failed else EpisodeState.EVALUATED
-    if episode.reason in (Reason.CANCELLED, Reason.DEADLINE):
+    if episode.reason.ordered:
         state = EpisodeState.CANCELLED
     return EpisodeEnded(
         episode=episode.id, state=state, reason=reason, trained=0, discarded=_all_discarded(view, "evaluated")

@@ -65,6 +65,7 @@ class PartialScheduler:
             case Published():
                 return [UpdateEngine(event.policy_version)]
             case EngineUpdated():
+                self._queue.resume()
                 return [ResumeSampling(), *self._next(event.now_s)]
             case EvalRecorded():
                 return self._next(event.now_s)
@@ -72,9 +73,9 @@ class PartialScheduler:
                 self._queue.ended(event)
                 self._num_ended += event.order.purpose is Purpose.TRAIN
             case Tick():
-                self.deadlines += any(group.purpose is Purpose.TRAIN for group in self._queue.late(event.now_s))
-                return [*self._queue.cancel_late(event.now_s), *self._close_if_due()]
-        return [*self._queue.fill(), *self._close_if_due()]
+                self.deadlines += self._queue.is_late(Purpose.TRAIN, event.now_s)
+                return [*self._queue.cancel_late(event.now_s), *self._close_if_due(event.now_s)]
+        return [*self._queue.fill(event.now_s), *self._close_if_due(event.now_s)]
 
     def _begin_batch(self) -> list[Action]:
         warm_up = self._agenda.warm_up
@@ -85,32 +86,33 @@ class PartialScheduler:
         agenda = self._agenda
         if agenda.eval_due:
             self._evaluating = True
-            agenda.open_eval(self._queue, now_s)
+            agenda.open_eval(self._queue)
         elif agenda.batch >= agenda.num_batches:
             self.finished = True
             return []
         elif self._closed is not None:  # before a crash: whoever is missing was masked when it closed
             groups, self._closed = self._closed, None
+            self._queue.pause(now_s)
             return [PauseSampling(), TrainGroups(agenda.batch, groups, save=agenda.saves(agenda.batch))]
         else:
-            self._open_groups(now_s)
+            self._open_groups()
             self._sampling = True
-        return [*self._queue.fill(), *self._close_if_due()]
+        return [*self._queue.fill(now_s), *self._close_if_due(now_s)]
 
-    def _open_groups(self, now_s: float) -> None:
+    def _open_groups(self) -> None:
         """Those that an earlier process had opened, then new ones until every place is taken."""
         for group, oldest in self._known.items():
-            self._open(group, now_s, oldest)
+            self._open(group, oldest)
         self._known = {}
         while self._queue.num_open(Purpose.TRAIN) < self._alive:
-            self._open(self._agenda.next_group(), now_s, self._agenda.batch)
+            self._open(self._agenda.next_group(), self._agenda.batch)
 
-    def _open(self, group: int, now_s: float, oldest: int) -> None:
+    def _open(self, group: int, oldest: int) -> None:
         self._agenda.open_train_group(self._queue, group, held=self._agenda.batch, oldest=oldest)
         if self._schedule.group_deadline_s is not None:
-            self._queue.set_deadline(Purpose.TRAIN, group, now_s + self._schedule.group_deadline_s)
+            self._queue.set_deadline(Purpose.TRAIN, (group,), self._schedule.group_deadline_s)
 
-    def _close_if_due(self) -> list[Action]:
+    def _close_if_due(self, now_s: float) -> list[Action]:
         if self._evaluating and not self._queue.num_open(Purpose.EVAL):
             self._evaluating = False
             return [self._agenda.close_eval(self._queue)]
@@ -120,6 +122,7 @@ class PartialScheduler:
         for group in groups:
             self._queue.forget(Purpose.TRAIN, group)
         self._sampling, self._num_ended = False, 0
+        self._queue.pause(now_s)
         deadlines, self.deadlines = self.deadlines, 0
         batch = self._agenda.batch
         train = TrainGroups(batch, groups, save=self._agenda.saves(batch), deadlines=deadlines)

@@ -35,11 +35,11 @@ class PoolWatch:
         changed = [member for member in members if self._known.get(member.engine) is not member.state]
         self._known |= {member.engine: member.state for member in changed}
         for member in changed:
-            if member.reason:
+            if member.reason and member.state is not MemberState.LOST:  # that is said at once, see `trouble.py`
                 _LOG.warning("engine %s of the pool is %s: %s", member.engine, member.state, member.reason)
         await self._ledger.append(*(_fact(member) for member in changed))
         states = {member.state for member in members}
-        if MemberState.QUARANTINED in states and not states & {MemberState.SERVING, MemberState.JOINING}:
+        if MemberState.QUARANTINED in states and not any(state.hopeful for state in states):
             reasons = "; ".join(f"{member.engine} is {member.state}: {member.reason}" for member in members)
             raise EngineError(f"no engine of the pool is left, the run stops and can be resumed; {reasons}")
 

@@ -37,16 +37,17 @@ class RoundScheduler:
         )
         self._round: list[int] = []
         self._evaluating = False
-        self._deadline_s: float | None = None
         self._num_replaced = progress.num_replaced
         self.deadlines = 0
         """How many deadlines the newest batch has met."""
+        self._postponed = 0
+        """Groups that the newest batch leaves to the next, since nothing of them had begun."""
         self.finished = False
 
     @property
     def wake_at_s(self) -> float | None:
         """When a `Tick` is wanted, on the clock of the events; None for never."""
-        return self._queue.wake_at_s if self._evaluating else self._deadline_s
+        return self._queue.wake_at_s
 
     def on_event(self, event: Event) -> list[Action]:
         match event:
@@ -62,7 +63,7 @@ class RoundScheduler:
                 return self._next(event.now_s)
             case EpisodeEnded():
                 self._queue.ended(event)
-                return [*self._queue.fill(), *self._close_if_complete()]
+                return [*self._queue.fill(event.now_s), *self._close_if_complete()]
             case _:
                 return self._check_deadline(event.now_s)
 
@@ -74,8 +75,8 @@ class RoundScheduler:
         """The engine holds the current version: evaluate if it is time, else open the next batch's groups."""
         if self._agenda.eval_due:
             self._evaluating = True
-            self._agenda.open_eval(self._queue, now_s)
-            return [*self._queue.fill(), *self._close_if_complete()]
+            self._agenda.open_eval(self._queue)
+            return [*self._queue.fill(now_s), *self._close_if_complete()]
         if self._agenda.batch >= self._agenda.num_batches:
             self.finished = True
             return []
@@ -87,20 +88,18 @@ class RoundScheduler:
         if closed is not None:  # whoever is missing was masked when it closed
             self._agenda.take(closed)
             return [TrainGroups(batch, closed, save=self._agenda.saves(batch))]
-        self._set_deadline(now_s)
-        self.deadlines = 0
+        self.deadlines = self._postponed = 0
         self._open_groups(self._schedule.groups_per_batch)
-        return [*self._queue.fill(), *self._close_if_complete()]
+        return [*self._queue.fill(now_s), *self._close_if_complete()]
 
     def _open_groups(self, count: int) -> None:
+        """The whole round has the time of a batch from when the first member begins, those that are left of it as well."""
         for _ in range(count):
             group = self._agenda.next_group()
             self._round.append(group)
             self._agenda.open_train_group(self._queue, group, held=self._agenda.batch)
-
-    def _set_deadline(self, now_s: float) -> None:
         if self._schedule.batch_deadline_s is not None:
-            self._deadline_s = now_s + self._schedule.batch_deadline_s
+            self._queue.set_deadline(Purpose.TRAIN, self._round, self._schedule.batch_deadline_s)
 
     def _close_if_complete(self) -> Sequence[Action]:
         queue = self._queue
@@ -115,35 +114,47 @@ class RoundScheduler:
         groups, self._round = tuple(self._round), []
         for group in groups:
             self._queue.forget(Purpose.TRAIN, group)
-        self._deadline_s = None
         batch = self._agenda.batch
-        return [TrainGroups(batch, groups, save=self._agenda.saves(batch), deadlines=self.deadlines)]
+        return [
+            TrainGroups(
+                batch,
+                groups,
+                save=self._agenda.saves(batch),
+                deadlines=self.deadlines,
+                postponed=self._postponed,
+            )
+        ]
 
     def _check_deadline(self, now_s: float) -> list[Action]:
-        if self._evaluating:
+        if not self._queue.is_late(Purpose.TRAIN, now_s):
             return [*self._queue.cancel_late(now_s)]
-        if self._deadline_s is None or now_s < self._deadline_s:
-            return []
         self.deadlines += 1
-        self._deadline_s = None
-        late = [group for group in self._queue.of(Purpose.TRAIN) if group.open]
-        if not self._may_replace(late):  # who never had a turn ends as cancelled too, and is accounted for
-            return [*self._queue.cancel_all()]
-        cancelled = self._queue.cancel_running()
-        self._queue.drop_waiting()
-        return [*cancelled, *self._replace(late, now_s), *self._queue.fill(), *self._close_if_complete()]
+        open_groups = [group for group in self._queue.of(Purpose.TRAIN) if group.open]
+        late = [group for group in open_groups if group.begun]
+        if self._may_replace(late):
+            return [*self._replace(late), *self._queue.fill(now_s), *self._close_if_complete()]
+        self._postpone([group for group in open_groups if not group.begun])
+        return [*self._queue.cancel_late(now_s)]
 
     def _may_replace(self, late: list[Group]) -> bool:
         """A batch replaces at most as many groups as it holds: where every group is late, it would never close."""
         room = self._schedule.groups_per_batch - self._num_replaced
         return self._schedule.on_deadline == "replace" and len(late) <= room
 
-    def _replace(self, late: list[Group], now_s: float) -> list[Action]:
+    def _replace(self, late: list[Group]) -> list[Action]:
         """Drop the groups that are late and open as many others; what their members sampled is discarded."""
+        cancelled = self._queue.cancel_running({(group.purpose, group.number) for group in late})
         for group in late:
             self._queue.forget(group.purpose, group.number)
             self._round.remove(group.number)
         self._num_replaced += len(late)
         self._open_groups(len(late))
-        self._set_deadline(now_s)
-        return [DropGroup(group.number) for group in late]
+        return [*cancelled, *(DropGroup(group.number) for group in late)]
+
+    def _postpone(self, groups: list[Group]) -> None:
+        """Leave them to the next batch: nobody's time is over before it began."""
+        for group in groups:
+            self._queue.forget(group.purpose, group.number)
+            self._round.remove(group.number)
+            self._agenda.give_back(group.number)
+        self._postponed += len(groups)

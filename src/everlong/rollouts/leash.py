@@ -1,4 +1,4 @@
-"""Code of the user's that ends when it is cancelled, whether it likes to or not.
+"""Code of the user's that ends when it is cancelled, whether it likes to or not, and that ends nobody else.
 
 A coroutine may catch its cancellation and go on (`except BaseException: pass` in a loop). It is given a while to clean up; then
 it is abandoned: it is never run again, not even to be closed, and whoever waited for it goes on. What cannot be ended
@@ -24,10 +24,10 @@ async def leashed(start: Callable[[], Awaitable[T]], name: str, grace_s: float) 
     """What the work that `start` begins gives or raises; once cancelled it ends within `grace_s` with CancelledError, or what
     the work raised meanwhile.
 
-    A result that comes after the cancellation is not taken. Raises RuntimeError where the work cancels itself. `name` says who
-    it is that had to be abandoned, or did so.
+    A result that comes after the cancellation is not taken. Raises RuntimeError where the work cancels itself, and where it would
+    end the process. `name` says who it is that had to be abandoned, or did so.
     """
-    leash = _Leash(start)
+    leash = _Leash(lambda: contained(start, name))
     task = asyncio.ensure_future(leash.run())
     try:
         await asyncio.wait({task})
@@ -44,6 +44,19 @@ async def leashed(start: Callable[[], Awaitable[T]], name: str, grace_s: float) 
     if task.cancelled():
         raise RuntimeError(f"{name} raised CancelledError although nobody cancelled it")
     return task.result()
+
+
+async def contained(start: Callable[[], Awaitable[T]], name: str) -> T:
+    """What the work gives or raises, and RuntimeError instead of what would end the process: `sys.exit()` above all.
+
+    The user's own Ctrl-C is none of it: it cancels the command's main task.
+    """
+    try:
+        return await start()
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{name} raised {error!r}, which would end the process") from error
 
 
 def never_close(waiting: object) -> None:

@@ -25,6 +25,7 @@ from everlong.contracts.tokens import TokenColumns
 from everlong.environments.tasks.harbor import HarborTask
 from everlong.environments.tasks.opening import open_task
 from everlong.rollouts.gateway.session import Session, SessionLimits
+from everlong.rollouts.leash import contained
 from everlong.rollouts.messages import Message, ToolCall
 from everlong.rollouts.renderers.chatml import Renderer
 from everlong.rollouts.runner import Harness
@@ -95,7 +96,9 @@ async def oracle_trace(
     )
     sandbox = await open_task(task, backend, f"oracle-{task.task.content_hash[:16]}", ttl_s=ttl_s)
     try:
-        reason = await harness.run(task.task, session, sandbox)
+        reason = await contained(
+            lambda: harness.run(task.task, session, sandbox), f"the harness with the oracle of {task.id}"
+        )
     finally:
         await sandbox.close()
     if reason is not Reason.DONE or len(session.turns) != len(commands) + 1:

@@ -23,7 +23,7 @@ from everlong.environments.tasks.harbor import HarborTask
 from everlong.environments.tasks.opening import open_task
 from everlong.rollouts.config import ThinkingHistory
 from everlong.rollouts.gateway.session import ContextFull, Journal, Session, SessionLimits, TurnLimit
-from everlong.rollouts.leash import GRACE_S, leashed
+from everlong.rollouts.leash import GRACE_S, contained, leashed
 from everlong.rollouts.pausing import Pause
 from everlong.rollouts.renderers.chatml import Renderer
 
@@ -151,7 +151,8 @@ class EpisodeRunner:
             attempt.verdict = Verdict(reward=None, reason=attempt.reason)
             return
         try:
-            attempt.verdict = await self._grader(self._submission(order, attempt, sandbox))
+            begin = partial(self._grader, self._submission(order, attempt, sandbox))
+            attempt.verdict = await contained(begin, f"the grading of {order.episode}")
         except SandboxError:
             attempt.fail(Reason.SANDBOX_CRASH)
             attempt.verdict = Verdict(reward=None, reason=Reason.SANDBOX_CRASH)

@@ -137,8 +137,12 @@ def open_store(url: str) -> ObstoreStore:
         folder.mkdir(parents=True, exist_ok=True)
         return ObstoreStore(LocalStore(folder), str(folder))
     if scheme not in VARIABLES:
-        raise ValueError(f"no store for {url!r}: give a folder, file://, memory://, s3://, gs:// or az://")
+        raise ValueError(
+            f"no store for {url!r}: give a folder, file:///FOLDER, s3://BUCKET/PATH, gs://BUCKET/PATH or az://CONTAINER/PATH"
+        )
     _refuse_secrets(url)
+    if not urlsplit(url).netloc:
+        raise ValueError(f"the URL of a store names a bucket, {scheme}://BUCKET or {scheme}://BUCKET/PATH, got {url!r}")
     try:
         return ObstoreStore(from_url(url, retry_config=RETRIES, client_options=_client_options(scheme)), url)
     except (BaseError, ValueError) as error:

@@ -28,6 +28,8 @@ class CheckpointManifest(Record, frozen=True, kw_only=True):
     """Of the run that wrote it."""
     fingerprint: str
     """Of the policy's weights, as they are published."""
+    critic: str | None = None
+    """Fingerprint of the critic's weights; None without one. While it learns alone, the policy's says nothing."""
     tensors_hash: str
     """blake3 of the safetensors bytes, which is also their name."""
     size_bytes: int
@@ -43,15 +45,19 @@ class CheckpointStore:
         """`keep`: how many of the newest checkpoints stay."""
         self._store, self._keep = store, keep
 
-    def save(self, num_batches: int, seed: int, fingerprint: str, tensors: dict[str, Tensor]) -> None:
-        """A checkpoint of the same batch and weights is left as it is; AlreadyExists where the weights are others."""
+    def save(
+        self, num_batches: int, seed: int, fingerprint: str, tensors: dict[str, Tensor], critic: str | None = None
+    ) -> None:
+        """A checkpoint of the same batch and weights is left as it is; AlreadyExists where the weights are others. `critic` is the
+        fingerprint of the critic's."""
         if num_batches in self.numbers():
-            return self._same_or_refuse(num_batches, fingerprint)
+            return self._same_or_refuse(num_batches, fingerprint, critic)
         data = save(tensors)
         manifest = CheckpointManifest(
             num_batches=num_batches,
             seed=seed,
             fingerprint=fingerprint,
+            critic=critic,
             tensors_hash=blake3.blake3(data).hexdigest(),
             size_bytes=len(data),
         )
@@ -59,7 +65,7 @@ class CheckpointStore:
         try:
             self._store.create(_manifest_key(num_batches), msgspec.json.encode(manifest))
         except AlreadyExists:
-            self._same_or_refuse(num_batches, fingerprint)
+            self._same_or_refuse(num_batches, fingerprint, critic)
         self._sweep()
 
     def numbers(self) -> list[int]:
@@ -89,13 +95,15 @@ class CheckpointStore:
             raise StoreError(f"its manifest says format {manifest.format}, batch {manifest.num_batches}")
         return manifest
 
-    def _same_or_refuse(self, num_batches: int, fingerprint: str) -> None:
+    def _same_or_refuse(self, num_batches: int, fingerprint: str, critic: str | None) -> None:
         taken = self._manifest(num_batches)
-        if taken.fingerprint != fingerprint:
-            raise AlreadyExists(
-                f"checkpoint {num_batches} holds weights {taken.fingerprint}, the trainer now has {fingerprint}: training "
-                "went on from an older checkpoint and came out different; give the run a store of its own"
-            )
+        pairs = [("weights", taken.fingerprint, fingerprint), ("a critic", taken.critic, critic)]
+        for what, theirs, mine in pairs:
+            if theirs != mine:
+                raise AlreadyExists(
+                    f"checkpoint {num_batches} holds {what} {theirs}, the trainer now has {mine}: training went on from an older "
+                    "checkpoint and came out different; give the run a store of its own"
+                )
 
     def _sweep(self) -> None:
         """Remove all but the newest, manifests first, and what killed writers left before them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from everlong.contracts.config import Config
+from everlong.trainer.critic_config import BoundedHead, CriticConfig, LinearHead
 from everlong.trainer.kl_config import AnyKl, KlConfig, KlLoss, KlReward, NoKl
 from everlong.trainer.loss_config import (
     AnyLoss,
@@ -16,6 +17,7 @@ from everlong.trainer.loss_config import (
     GspoTokenConfig,
     KimiConfig,
     LossConfig,
+    PpoConfig,
     Reduction,
     ReinforceConfig,
     SapoConfig,
@@ -41,8 +43,10 @@ __all__ = [
     "AnyKl",
     "AnyLoss",
     "AnyOptimizer",
+    "BoundedHead",
     "CispoConfig",
     "CorrectionConfig",
+    "CriticConfig",
     "DapoConfig",
     "DoubleSidedMask",
     "DrGrpoConfig",
@@ -53,12 +57,14 @@ __all__ = [
     "KlConfig",
     "KlLoss",
     "KlReward",
+    "LinearHead",
     "LossConfig",
     "MisPo",
     "MuonConfig",
     "NoCorrection",
     "NoKl",
     "OptimizerConfig",
+    "PpoConfig",
     "RatioConfig",
     "Reduction",
     "ReinforceConfig",
@@ -91,6 +97,7 @@ def check_effective(loss: AnyLoss, ratio: RatioConfig, updates_per_batch: int, k
             f"kl.type=reward gives each token a credit of its own, and loss {loss.type} has one ratio and one credit per branch: "
             "take loss gspo_token or loss.level=sequence_token, or set kl.type to loss"
         )
+    _check_centring(loss, ratio)
     if loss.type == "reinforce":
         if ratio.base == "proximal":
             raise ValueError(
@@ -113,6 +120,22 @@ def check_effective(loss: AnyLoss, ratio: RatioConfig, updates_per_batch: int, k
             f"loss {loss.type} has no effect with ratio.base=proximal and trainer.updates_per_batch=1: the update ratio is "
             "exactly 1, so every loss has the gradient of plain policy gradient. Set ratio.base to behaviour, or "
             "trainer.updates_per_batch to 2 or more, or loss.type to reinforce"
+        )
+
+
+def _check_centring(loss: AnyLoss, ratio: RatioConfig) -> None:
+    if not ratio.score_centring:
+        return
+    if loss.type != "reinforce":
+        raise ValueError(
+            f"ratio.score_centring centres the score of plain policy gradient, and loss {loss.type} has a gate of its own: set "
+            "loss.type to reinforce, or ratio.score_centring to false"
+        )
+    if ratio.of_sequences:
+        cause = ratio.correction.type if ratio.off_policy_drop is None else "off_policy_drop"
+        raise ValueError(
+            f"ratio.score_centring needs the weight that each kept id would have had, and {cause} weighs whole branches: take "
+            "ratio.correction token_truncation, token_mask or double_sided, and leave ratio.off_policy_drop out"
         )
 
 

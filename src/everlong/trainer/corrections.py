@@ -27,6 +27,8 @@ from everlong.trainer.ratio_config import (
     TokenTruncation,
 )
 
+NO_BRANCHES = Branches(torch.zeros(0, dtype=torch.int64), 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Correction:
@@ -66,6 +68,11 @@ def correct(log_mismatch_T: Tensor, branches: Branches, config: AnyCorrection) -
             return _of_branches(ratio_of(branches.spread(branches.sums(log_rho), log_rho)), config)
         case SequenceGeometric():
             return _of_branches(_geometric(log_rho, branches), config)
+
+
+def token_weights(log_mismatch_T: Tensor, config: AnyCorrection) -> Tensor:
+    """Of a correction that looks at each token alone: what any id would weigh, sampled or not."""
+    return correct(log_mismatch_T, NO_BRANCHES, config).weights_T
 
 
 def off_policy(log_ratio_T: Tensor, credit_T: Tensor, branches: Branches, limit: float) -> Tensor:

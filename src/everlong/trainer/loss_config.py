@@ -66,6 +66,16 @@ class GrpoConfig(Averaged):
     """The ratio counts no further above this where the credit is negative; None is without bound."""
 
 
+class PpoConfig(Averaged, OwnRatios):
+    """The clipped surrogate (arXiv:1707.06347) on a critic's credit; needs credit.type=gae."""
+
+    type: Literal["ppo"] = "ppo"
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    """The ratio counts no further below 1 - clip_low where the credit is negative."""
+    clip_high: float = Field(0.2, ge=0)
+    """The ratio counts no further above 1 + clip_high where the credit is positive."""
+
+
 class DrGrpoConfig(OwnRatios):
     """The clipped surrogate summed over a branch and divided by a constant (arXiv:2503.20783); needs credit.scale=none."""
 
@@ -175,6 +185,7 @@ class KimiConfig(Averaged, OwnRatios):
 AnyLoss = (
     ReinforceConfig
     | GrpoConfig
+    | PpoConfig
     | DrGrpoConfig
     | DapoConfig
     | CispoConfig

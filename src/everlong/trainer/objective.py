@@ -1,17 +1,20 @@
 """What is minimised: per trained token the corrected surrogate and the pull to the reference, or the supervised term.
 
-Order, so that nothing is counted twice: rejection masks and importance weight (detached) -> update-ratio surrogate -> KL.
+Order, so that nothing is counted twice: rejection masks and importance weight (detached) -> update-ratio surrogate -> less what
+the sampler expected of the weighted score -> KL.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from everlong.models.centring import Weigh
 from everlong.trainer.branches import Branches
-from everlong.trainer.corrections import correct, off_policy
+from everlong.trainer.corrections import correct, off_policy, token_weights
 from everlong.trainer.kl_config import WITHOUT_KL, AnyKl, KlLoss, KlReward, NoKl
 from everlong.trainer.loss_config import AnyLoss, Level, level_of
 from everlong.trainer.losses import Tokens, surrogate
@@ -37,6 +40,11 @@ class Objective:
     def of_branches(self) -> bool:
         """Whether a branch's tokens must be in one micro-batch."""
         return self.level != "token" or self.ratio.of_sequences or isinstance(self.kl, KlReward)
+
+    @property
+    def weigh(self) -> Weigh | None:
+        """What an id weighs that the sampler might have sampled, where its expected score is wanted."""
+        return partial(token_weights, config=self.ratio.correction) if self.ratio.score_centring else None
 
     @property
     def full_support(self) -> bool:
@@ -66,13 +74,16 @@ class PolicyTokens:
     credit_P: Tensor
     branches: Branches
     reference: Reference | None = None
+    expected_P: Tensor | None = None
+    """What the sampler expected of the weighted score, with its gradient; None where nobody asked."""
 
 
 def policy_terms(tokens: PolicyTokens, objective: Objective, tally: Tally) -> Tensor:
     """Un-normalised loss per token, [P]."""
     base_P = tokens.behaviour_P if objective.ratio.base == "behaviour" else tokens.proximal_P
     log_ratio_P = tokens.branches.at_level(tokens.logprobs_P - base_P, objective.level)
-    terms = surrogate(Tokens(tokens.logprobs_P, log_ratio_P, _credit(tokens, objective.kl, tally)), objective.loss)
+    credit_P = _credit(tokens, objective.kl, tally)
+    terms = surrogate(Tokens(tokens.logprobs_P, log_ratio_P, credit_P), objective.loss)
     if objective.loss.type != "reinforce":
         ratio_P = ratio_of(log_ratio_P.detach())
         tally.mean("ratio/mean", ratio_P)
@@ -80,6 +91,9 @@ def policy_terms(tokens: PolicyTokens, objective: Objective, tally: Tally) -> Te
         tally.mean("ratio/gated", 1 - terms.gate_T)
     weights_P = _weights(tokens, objective, tally)
     loss_P = terms.loss_T if weights_P is None else torch.where(weights_P > 0, weights_P * terms.loss_T, 0.0)
+    if tokens.expected_P is not None:
+        # of a rejected token too: what is expected counts all that might have been sampled
+        loss_P = loss_P + credit_P * tokens.expected_P
     return loss_P + _kl_loss(tokens, objective.kl, tally)
 
 

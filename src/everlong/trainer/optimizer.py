@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +14,14 @@ from everlong.trainer.muon import muon_step
 from everlong.trainer.optimizer_config import AnyOptimizer, MuonConfig
 
 
+class Stepped(Protocol):
+    """A network that an optimiser steps."""
+
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        """By name, in a fixed order."""
+        ...
+
+
 class MasterOptimizer:
     """Holds the masters and their moments, of what trains alone. Where the model's weights are float32 they are the masters
     themselves.
@@ -20,8 +29,9 @@ class MasterOptimizer:
     With Muon the matrices inside the layers have a momentum, and everything else AdamW's moments.
     """
 
-    def __init__(self, model: Llama, config: AnyOptimizer) -> None:
-        self._config = config
+    def __init__(self, model: Stepped, config: AnyOptimizer, whose: str = "the gradient") -> None:
+        """`whose` gradient it is that an error speaks of."""
+        self._config, self._whose = config, whose
         self._weights = {name: weight.detach() for name, weight in model.trained_weights().items()}
         self._masters = {name: torch.nn.Parameter(weight.float()) for name, weight in self._weights.items()}
         self._blocks = _muon_blocks(model, config)
@@ -61,7 +71,7 @@ class MasterOptimizer:
         norm = gradient_norm(gradient)
         if not norm < float("inf"):
             raise FloatingPointError(
-                f"the gradient of batch {num_batches} has norm {norm}: the update was not made and training stops; resume "
+                f"{self._whose} of batch {num_batches} has norm {norm}: the update was not made and training stops; resume "
                 "from the last checkpoint with a lower learning rate"
             )
         limit = self._config.max_grad_norm
@@ -102,6 +112,16 @@ class MasterOptimizer:
             target.copy_(state[name])
         self._publish()
 
+    @torch.no_grad()
+    def adopt(self, weights: Mapping[str, Tensor]) -> None:
+        """Take up the model's weights from elsewhere, by name, each in its own dtype. A master whose rounding is the weight stays,
+        every other becomes it; moments stay."""
+        for name, master in self._masters.items():
+            weight = weights[name]
+            same = _bits(master.to(weight.dtype)) == _bits(weight)
+            master.copy_(torch.where(same, master, weight.float()))
+        self._publish()
+
     def _publish(self) -> None:
         """Round the masters into the model's weights; nothing to do where they are one."""
         for name, weight in self._weights.items():
@@ -109,15 +129,19 @@ class MasterOptimizer:
                 weight.copy_(self._masters[name])
 
 
+def _bits(weight: Tensor) -> Tensor:
+    return weight.view(torch.int32 if weight.dtype == torch.float32 else torch.int16)
+
+
 HEADED = ("q_proj", "k_proj", "v_proj")
 """Projections whose rows are heads."""
 
 
-def _muon_blocks(model: Llama, config: AnyOptimizer) -> dict[str, tuple[int, ...]]:
+def _muon_blocks(model: Stepped, config: AnyOptimizer) -> dict[str, tuple[int, ...]]:
     """Rows of the blocks of every matrix that Muon steps, by name: those inside the layers, none of AdamW's."""
     if not isinstance(config, MuonConfig):
         return {}
-    assert model.adapters is None, "refused with the run's settings"
+    assert isinstance(model, Llama) and model.adapters is None, "refused with the run's settings"
     blocks = {}
     for name, weight in model.named_weights().items():
         if weight.ndim == 2 and ".layers." in name:

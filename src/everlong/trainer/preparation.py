@@ -38,6 +38,8 @@ class PreparedMicroBatch:
     behaviour_P: Tensor
     """Logprobs at sampling."""
     credit_P: Tensor
+    returns_P: Tensor
+    """What a critic's values are pulled to; NaN where none learns."""
     branches: Branches
     """Of the rows that the policy sampled."""
 
@@ -47,6 +49,21 @@ class PreparedBatch:
     micro_batches: tuple[PreparedMicroBatch, ...]
     denominator: int
     num_trained: int
+
+    @property
+    def num_policy(self) -> int:
+        """Trained tokens that the policy sampled."""
+        return sum(len(micro_batch.policy_P) for micro_batch in self.micro_batches)
+
+    @property
+    def returns(self) -> Tensor:
+        """Of all of them, micro-batch after micro-batch."""
+        return torch.cat([torch.zeros(0), *(micro_batch.returns_P for micro_batch in self.micro_batches)])
+
+    @property
+    def credit(self) -> Tensor:
+        """The same tokens' credit."""
+        return torch.cat([torch.zeros(0), *(micro_batch.credit_P for micro_batch in self.micro_batches)])
 
     @property
     def branches(self) -> Branches:
@@ -67,6 +84,8 @@ def prepare_batch(batch: TrainBatch, objective: Objective, model: LlamaConfig) -
         _prepare(micro_batch, *piece, part)
         for micro_batch, piece, part in zip(batch.micro_batches, pieces, parts, strict=True)
     )
+    if objective.ratio.score_centring:
+        _check_kept_logprobs(prepared)
     if objective.of_branches:
         _check_branches(batch.episodes, [own for _, own in pieces])
     if objective.level == "sequence":
@@ -101,6 +120,7 @@ def _prepare(micro_batch: MicroBatch, rows: Rows, owners: TokenOwners, weights: 
         supervised_S=torch.from_numpy(np.flatnonzero(~sampled)),
         behaviour_P=torch.from_numpy(columns.logprobs[tokens][sampled]),
         credit_P=torch.from_numpy(columns.credit[tokens][sampled]),
+        returns_P=torch.from_numpy(columns.returns[tokens][sampled]),
         branches=Branches(torch.from_numpy(index.reshape(-1)), len(branches)),
     )
 
@@ -131,6 +151,18 @@ def _check_branches(episodes: Sequence[EpisodeShare], owners: Sequence[TokenOwne
                     f"branch {key[1]} of episode {episodes[key[0]].episode} trains in micro-batches {seen[key]} and {index}: its "
                     "ratio is of all its tokens, so pack a branch whole or number its parts as branches"
                 )
+
+
+def _check_kept_logprobs(micro_batches: Sequence[PreparedMicroBatch]) -> None:
+    for index, prepared in enumerate(micro_batches):
+        rows = prepared.rows
+        if rows.kept is None:
+            continue
+        if rows.kept_logprobs_K is None or not rows.kept_logprobs_K.isfinite().all():
+            raise ValueError(
+                f"micro-batch {index} has kept sets without the sampler's logprobs, which ratio.score_centring needs: they are "
+                "recorded at sampling, and never filled in later"
+            )
 
 
 def _keys(owners: TokenOwners) -> Iterator[tuple[int, int]]:

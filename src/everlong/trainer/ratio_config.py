@@ -104,6 +104,10 @@ class RatioConfig(Config):
     """A branch with negative credit is dropped where its mean log(q/p) exceeds this many nats (off-policy sequence masking,
     arXiv:2512.02556); None drops none. It weighs nothing, so it goes with every base and correction."""
 
+    score_centring: bool = False
+    """Takes from each token's weighted score what the sampler expects of it, so that mismatch moves the policy nowhere where the
+    credit is 0 in the mean (arXiv:2609.20807). For loss reinforce, and sampling whose kept sets bound what can be sampled."""
+
     @property
     def of_sequences(self) -> bool:
         """Whether a branch's tokens must be seen together."""

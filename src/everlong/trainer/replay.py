@@ -32,6 +32,8 @@ class Rows:
     temperatures_R: Tensor
     kept: tuple[Tensor, Tensor] | None
     """(ids, offsets) of the rows' kept sets; None where none is recorded."""
+    kept_logprobs_K: Tensor | None = None
+    """The sampler's, of those ids; None where they are not recorded."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -49,6 +51,7 @@ def rows_of(micro_batch: MicroBatch, wanted_T: np.ndarray) -> Rows:
         labels_R=torch.from_numpy(columns.ids[tokens].astype(np.int64)),
         temperatures_R=torch.from_numpy(temperatures),
         kept=_kept_rows(columns.kept, tokens),
+        kept_logprobs_K=_kept_logprobs(columns.kept, tokens),
     )
 
 
@@ -110,9 +113,16 @@ def check_micro_batch(index: int, micro_batch: MicroBatch, model: LlamaConfig) -
 
 
 def _kept_rows(kept: KeptSets, tokens: np.ndarray) -> tuple[Tensor, Tensor] | None:
+    places, offsets = _kept_places(kept, tokens)
+    return (torch.from_numpy(kept.ids[places]), torch.from_numpy(offsets)) if len(places) else None
+
+
+def _kept_logprobs(kept: KeptSets, tokens: np.ndarray) -> Tensor | None:
+    return None if kept.logprobs is None else torch.from_numpy(kept.logprobs[_kept_places(kept, tokens)[0]])
+
+
+def _kept_places(kept: KeptSets, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the tokens' kept ids stand, and how they fall into rows."""
     sizes = np.diff(kept.offsets)[tokens]
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-    if not offsets[-1]:
-        return None
-    places = np.repeat(kept.offsets[tokens] - offsets[:-1], sizes) + np.arange(offsets[-1])
-    return torch.from_numpy(kept.ids[places]), torch.from_numpy(offsets)
+    return np.repeat(kept.offsets[tokens] - offsets[:-1], sizes) + np.arange(offsets[-1]), offsets

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from everlong.contracts.records import MicroBatch
 from everlong.models.attention import TreeAttention
+from everlong.models.centring import Weigh, expected_scores
 from everlong.models.head import token_logprobs
 from everlong.models.llama.model import Llama
 from everlong.trainer.replay import Rows, rows_of
@@ -25,17 +26,31 @@ class RowScores:
     """Of the untruncated distribution, detached."""
     full_R: Tensor
     """Logprob over the whole vocabulary; `logprobs_R` itself where nothing was truncated or nobody asked."""
+    expected_R: Tensor | None = None
+    """What the sampler expected of the weighted score; None where nobody asked."""
 
 
-def score_rows(
-    model: Llama, micro_batch: MicroBatch, rows: Rows, head_chunk_tokens: int, *, full: bool = False
-) -> RowScores:
-    """`full`: the untruncated logprobs too, which costs a second pass through the head."""
+def hidden_states(model: Llama, micro_batch: MicroBatch) -> Tensor:
+    """float32 [T, M], of every token behind what stands before it on its path."""
     segments = [(segment.parent, segment.start, segment.length) for segment in micro_batch.segments]
     attend = TreeAttention(segments, model.config.head_dim**-0.5, model.numerics)
     ids = torch.from_numpy(micro_batch.columns.ids.astype(np.int64))
     positions = torch.from_numpy(micro_batch.positions().astype(np.int64))
-    hidden_TM = model(ids, positions, attend)
+    return model(ids, positions, attend)
+
+
+def score_rows(
+    model: Llama,
+    micro_batch: MicroBatch,
+    rows: Rows,
+    head_chunk_tokens: int,
+    *,
+    full: bool = False,
+    weigh: Weigh | None = None,
+) -> RowScores:
+    """`full`: the untruncated logprobs too, which costs a second pass through the head. `weigh`: the expected score of the sampler
+    too, with these weights, which costs a pass over the kept ids."""
+    hidden_TM = hidden_states(model, micro_batch)
     hidden_RM = hidden_TM[rows.predecessors_R]
 
     def logprobs(kept: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -46,7 +61,14 @@ def score_rows(
 
     logprobs_R, entropy_R = logprobs(rows.kept)
     full_R = logprobs(None)[0] if full and rows.kept is not None else logprobs_R
-    return RowScores(logprobs_R, entropy_R, full_R)
+    expected_R = None
+    if weigh is not None and rows.kept is not None:
+        assert rows.kept_logprobs_K is not None, "refused before anything is computed"
+        expected_R = expected_scores(
+            hidden_RM, model.head_weight, rows.temperatures_R, rows.kept, rows.kept_logprobs_K, weigh, model.numerics,
+            head_chunk_tokens,
+        )  # fmt: skip
+    return RowScores(logprobs_R, entropy_R, full_R, expected_R)
 
 
 @torch.no_grad()

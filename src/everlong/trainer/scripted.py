@@ -16,6 +16,7 @@ from everlong.contracts.errors import AlreadyExists
 from everlong.contracts.ports import ObjectStore
 from everlong.contracts.records import (
     PublishedVersion,
+    Reconciled,
     ScoredColumns,
     ScoreRequest,
     TrainBatch,
@@ -23,7 +24,7 @@ from everlong.contracts.records import (
     TrainReport,
     encode_record,
 )
-from everlong.weights import RawTensor, WeightPublisher, WeightSet, fingerprint
+from everlong.weights import RawTensor, WeightPublisher, WeightReader, WeightSet, fingerprint
 
 NUM_VALUES = 64
 
@@ -50,8 +51,10 @@ class ScriptedTrainer:
         )
 
     async def score(self, request: ScoreRequest) -> ScoredColumns:
-        """What was recorded at sampling: this policy never changes its mind."""
-        logprobs = tuple(micro_batch.columns.logprobs for micro_batch in request.micro_batches)
+        """What was recorded at sampling: this policy never changes its mind, and it has no critic."""
+        logprobs = None
+        if "logprobs" in request.wanted:
+            logprobs = tuple(micro_batch.columns.logprobs for micro_batch in request.micro_batches)
         return ScoredColumns(logprobs=logprobs, policy_version=self._num_batches)
 
     async def save(self) -> TrainerStatus:
@@ -69,6 +72,14 @@ class ScriptedTrainer:
             self._values = np.array(json.loads(self._store.get(self._key(self._num_batches))), np.float32)
         self._published = None
         return self._status()
+
+    async def reconcile(self) -> Reconciled:
+        version, trained, reader = self._num_batches, self._status().fingerprint, WeightReader(self._store)
+        if version not in reader.versions():
+            return Reconciled(policy_version=version, trained=trained, published=None)
+        published = reader.read(version)
+        self._values = published.tensors["values"].bits.view(np.float32).copy()
+        return Reconciled(policy_version=version, trained=trained, published=fingerprint(published))
 
     async def publish(self) -> PublishedVersion:
         weights = self._weights()

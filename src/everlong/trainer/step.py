@@ -62,8 +62,9 @@ def batch_gradient(
             continue
         with tally.seconds("forward"):
             scores = score_rows(
-                model, prepared.micro_batch, prepared.rows, head_chunk_tokens, full=objective.full_support
-            )
+                model, prepared.micro_batch, prepared.rows, head_chunk_tokens, full=objective.full_support,
+                weigh=objective.weigh,
+            )  # fmt: skip
         own = _start_of(scores, prepared)
         start = own if starts is None else starts[index]
         terms_R = _terms(scores, start, prepared, objective, tally, None if reference is None else reference[index])
@@ -137,6 +138,7 @@ def _terms(
         behaviour_P=prepared.behaviour_P,
         credit_P=prepared.credit_P,
         branches=prepared.branches,
+        expected_P=None if scores.expected_R is None else scores.expected_R[prepared.policy_P],
         reference=None
         if reference_P is None
         else Reference(own_P=scores.full_R[prepared.policy_P], start_P=start.full_P, reference_P=reference_P),

@@ -18,6 +18,7 @@ from everlong.contracts.ports import ObjectStore
 from everlong.contracts.records import (
     EngineMismatch,
     PublishedVersion,
+    Reconciled,
     ScoredColumns,
     ScoreRequest,
     TrainBatch,
@@ -39,6 +40,8 @@ from everlong.trainer.config import (
     ignores_staleness,
 )
 from everlong.trainer.corrections import mismatch_by_engine, mismatch_metrics
+from everlong.trainer.critic import PREFIX, Critic
+from everlong.trainer.critic_config import CriticConfig
 from everlong.trainer.kl_config import WITHOUT_KL
 from everlong.trainer.objective import Objective
 from everlong.trainer.optimizer import MasterOptimizer, learning_rate
@@ -48,7 +51,7 @@ from everlong.trainer.replay import check_micro_batch
 from everlong.trainer.scoring import score_micro_batch
 from everlong.trainer.step import BatchGradient, batch_gradient, deterministic, reference_logprobs
 from everlong.trainer.tally import Tally
-from everlong.weights import RawTensor, WeightPublisher, WeightSet, fingerprint
+from everlong.weights import RawTensor, WeightPublisher, WeightReader, WeightSet, fingerprint
 
 R = TypeVar("R")
 
@@ -70,9 +73,11 @@ class PolicyTrainer:
         seed: int,
         lease: asyncio.Lock,
         kl: AnyKl = WITHOUT_KL,
+        critic: CriticConfig | None = None,
         companions: Mapping[str, bytes] | None = None,
     ) -> None:
-        """`seed` is the run's: a checkpoint of a run with another one is refused. `lease` is shared with the engine.
+        """`seed` is the run's: a checkpoint of a run with another one is refused. `lease` is shared with the engine. `critic`:
+        where credit is made of values; then every batch that a policy sampled must bring returns.
         `companions` lie beside the weights in what is exported, by name: the tokenizer and its settings.
 
         Takes over the model. Raises ValueError where the loss could not change the gradient.
@@ -88,7 +93,9 @@ class PolicyTrainer:
         # a copy, so that a run without checkpoint can start anew in a trainer that has trained
         self._initial = {name: weight.detach().clone() for name, weight in model.trained_weights().items()}
         self._optimizer = MasterOptimizer(model, optimizer)
+        self._critic = None if critic is None else Critic(model, critic, optimizer)
         self._checkpoints = CheckpointStore(store, config.checkpoint_keep)
+        self._reader = WeightReader(store)
         self._publisher, self._seed, self._lease, self._companions = publisher, seed, lease, companions
         self._num_batches = 0
         self._published: WeightSet | None = None
@@ -109,6 +116,10 @@ class PolicyTrainer:
     async def restore(self, num_batches: int | None = None) -> TrainerStatus:
         """Raises StoreError for a damaged checkpoint, naming an older one; ValueError for one of another run or model."""
         return await self._run(lambda: self._restore(num_batches))
+
+    async def reconcile(self) -> Reconciled:
+        """Raises ValueError in aligned numerics for weights that differ, and for a version on other frozen weights; StoreError."""
+        return await self._run(self._reconcile)
 
     async def publish(self) -> PublishedVersion:
         """Raises what `WeightPublisher.publish` raises."""
@@ -140,14 +151,20 @@ class PolicyTrainer:
             )
         prepared = prepare_batch(batch, self._objective, self._model.config)
         self._refuse_unweighed(prepared)
+        self._refuse_untaught(prepared)
         tally = Tally()
         tally.total("tokens/trained", prepared.num_trained)
         tally.total("tokens/packed", sum(len(micro_batch.columns) for micro_batch in batch.micro_batches))
         num_updates, mismatch = 0, ()
         if prepared.num_trained:
-            num_updates = self._config.updates_per_batch
-            mismatch = self._update(prepared, num_updates, tally)
-            _tally_records(prepared, self._num_batches, tally)
+            critic = self._critic if prepared.num_policy else None
+            if critic is None or not critic.pretrains:
+                num_updates = self._config.updates_per_batch
+                mismatch = self._update(prepared, num_updates, tally)
+            if critic is not None:
+                with deterministic():
+                    critic.train(prepared, self._num_batches, tally)
+            _tally_records(prepared, self._num_batches, tally, centred=self._objective.ratio.score_centring)
         else:
             tally.mean("loss", 0.0)
             tally.total("batches_without_tokens", 1)
@@ -207,16 +224,39 @@ class PolicyTrainer:
                 "ratio.correction.type, or ratio.base to behaviour with a loss that has a ratio"
             )
 
+    def _refuse_untaught(self, batch: PreparedBatch) -> None:
+        """Raises ValueError for returns that no critic reads, and where the critic cannot learn from them."""
+        if self._critic is not None:
+            self._critic.check(batch)
+        elif bool(batch.returns.isfinite().any()):
+            raise ValueError(
+                "the batch holds returns for a critic, and this trainer has none: build it with one, or leave them out"
+            )
+
     def _score(self, request: ScoreRequest) -> ScoredColumns:
         for index, micro_batch in enumerate(request.micro_batches):
             check_micro_batch(index, micro_batch, self._model.config)
-        chunk = self._config.head_chunk_tokens
-        scores = tuple(score_micro_batch(self._model, micro_batch, chunk) for micro_batch in request.micro_batches)
-        return ScoredColumns(logprobs=scores, policy_version=self._num_batches)
+        wanted, logprobs, values = request.wanted, None, None
+        if "logprobs" in wanted:
+            chunk = self._config.head_chunk_tokens
+            logprobs = tuple(score_micro_batch(self._model, part, chunk) for part in request.micro_batches)
+        if "values" in wanted and self._critic is not None:
+            values = [self._critic.score(micro_batch) for micro_batch in request.micro_batches]
+        return ScoredColumns(
+            logprobs=logprobs,
+            values=None if values is None else tuple(part.before for part in values),
+            values_after=None if values is None else tuple(part.after for part in values),
+            policy_version=self._num_batches,
+        )
 
     def _save(self) -> TrainerStatus:
         status = self._status()
-        self._checkpoints.save(self._num_batches, self._seed, status.fingerprint, self._optimizer.state())
+        state, critic = self._optimizer.state(), None
+        if self._critic is not None:
+            state |= self._critic.state()
+            weights = self._critic.network.trained_weights()
+            critic = fingerprint({name: _raw_of(weight.detach()) for name, weight in weights.items()})
+        self._checkpoints.save(self._num_batches, self._seed, status.fingerprint, state, critic)
         return status
 
     def _restore(self, num_batches: int | None) -> TrainerStatus:
@@ -228,14 +268,23 @@ class PolicyTrainer:
                     f"checkpoint {manifest.num_batches} is of a run with seed {manifest.seed}, this run has {self._seed}: "
                     "give each run a store of its own"
                 )
-            self._optimizer.load_state(tensors)
+            self._load(tensors)
             self._refuse_other_weights(manifest)
         else:
             self._model.load_trained_weights(self._initial)
             self._optimizer.reset()
+            if self._critic is not None:
+                self._critic.reset()
         self._num_batches = numbers[-1] if numbers else 0
         self._published = None
         return self._status()
+
+    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        of_critic = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+        if self._critic is not None:
+            self._critic.load_state(of_critic)
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in of_critic}
+        self._optimizer.load_state(tensors)
 
     def _refuse_other_weights(self, manifest: CheckpointManifest) -> None:
         """A checkpoint holds what trains; what is frozen below it comes from the model's own files, which may have changed."""
@@ -243,8 +292,38 @@ class PolicyTrainer:
         if found != manifest.fingerprint:
             raise ValueError(
                 f"with checkpoint {manifest.num_batches} the policy has the fingerprint {found}, and had {manifest.fingerprint} "
-                "when it was saved: the model that the run was started with has changed, restore its files"
+                "when it was saved: the model that the run was started with has changed: restore its files, or, where code built "
+                "it, resume on the kind of CPU that it was built on"
             )
+
+    def _reconcile(self) -> Reconciled:
+        version, trained = self._num_batches, self._status().fingerprint
+        if version not in self._reader.versions():
+            return Reconciled(policy_version=version, trained=trained, published=None)
+        published = self._reader.manifest(version).fingerprint
+        if published != trained:
+            self._adopt(self._reader.read(version), trained)
+        return Reconciled(policy_version=version, trained=trained, published=published)
+
+    def _adopt(self, published: WeightSet, trained: str) -> None:
+        """Fast numerics promise no bits on another machine, so weights that were trained again there give way to the published."""
+        version, own = published.version, weight_set(self._model, self._num_batches)
+        differ = f"policy version {version} has the fingerprint {trained} here, and was published with {fingerprint(published)}"
+        if self._model.numerics is Numerics.ALIGNED:
+            raise ValueError(
+                f"{differ}: numerics=aligned trains to the same bits on the same kind of CPU with the same number of threads: "
+                "resume on a machine like the one that the run was on, with as many"
+            )
+        if fingerprint(own.frozen) != fingerprint(published.frozen):
+            raise ValueError(
+                f"{differ}, on other frozen weights: restore the model that the run was started with, or, where code built it, "
+                "resume on the kind of CPU that it was built on"
+            )
+        layouts = [{name: (raw.dtype, raw.shape) for name, raw in some.tensors.items()} for some in (own, published)]
+        if layouts[0] != layouts[1]:
+            raise ValueError(f"{differ}, as weights of another model: restore the model that the run was started with")
+        self._optimizer.adopt({name: _tensor_of(raw) for name, raw in published.tensors.items()})
+        self._published = published
 
     def _publish(self) -> PublishedVersion:
         weights = weight_set(self._model, self._num_batches)
@@ -277,6 +356,12 @@ def _raw_of(weight: torch.Tensor) -> RawTensor:
     return RawTensor(dtype=dtype, shape=tuple(weight.shape), bits=bits.view(np.uint32 if wide else np.uint16))
 
 
+def _tensor_of(raw: RawTensor) -> torch.Tensor:
+    wide = raw.dtype == "float32"
+    bits = torch.from_numpy(raw.bits.view(np.int32 if wide else np.int16).copy())
+    return bits.view(torch.float32 if wide else torch.bfloat16)
+
+
 def ages_of(prepared: PreparedMicroBatch, policy_version: int) -> np.ndarray:
     """int32[P]: how many versions ago each trained token that the policy sampled was sampled, by its own version."""
     tokens = prepared.rows.tokens[prepared.policy_P.numpy()]
@@ -298,11 +383,17 @@ def versions_at_begin(prepared: PreparedMicroBatch) -> np.ndarray:
     return columns.versions[starts[turns_T[prepared.rows.tokens[prepared.policy_P.numpy()]]]]
 
 
-def _tally_records(batch: PreparedBatch, policy_version: int, tally: Tally) -> None:
+def _tally_records(batch: PreparedBatch, policy_version: int, tally: Tally, *, centred: bool) -> None:
     """What the records say of the trained tokens that the policy sampled: their age in versions, their kept sets."""
+    if batch.num_policy:
+        tally.total("credit/variance", float(batch.credit.double().var(correction=0)))
     for prepared in batch.micro_batches:
         columns, tokens = prepared.micro_batch.columns, prepared.rows.tokens[prepared.policy_P.numpy()]
         ages = torch.from_numpy(ages_of(prepared, policy_version))
         tally.mean("staleness/mean", ages)
         tally.highest("staleness/max", ages)
+        tally.mean("credit/mean", prepared.credit_P)
+        if centred:
+            recorded = np.diff(columns.kept.offsets)[tokens] > 0
+            tally.mean("correction/centred", torch.from_numpy(recorded))
         tally.mean("kept/singleton_share", torch.from_numpy(np.diff(columns.kept.offsets)[tokens] == 1))

@@ -130,6 +130,23 @@ def admit_branches(episode: Episode, max_branches: int, rng: np.random.Generator
     return tuple(admitted)
 
 
+def continuations(admitted: Admission) -> tuple[int, ...]:
+    """For each branch the one that goes on with its work: whose first turn of its own continues the branch's last. -1 where
+    none does, or it was not admitted; the earliest of several."""
+    owners: dict[int, int] = {}
+    for number, branch in enumerate(admitted.branches):
+        for turn in branch.path:
+            owners.setdefault(turn, number)
+    firsts = [min(turn for turn in branch.path if owners[turn] == n) for n, branch in enumerate(admitted.branches)]
+    leaves = {branch.path[-1]: number for number, branch in enumerate(admitted.branches)}
+    found = [-1] * len(firsts)
+    for number in sorted(range(len(firsts)), key=firsts.__getitem__):
+        ended = leaves.get(admitted.episode.turns[firsts[number]].continues, -1)
+        if ended >= 0 and found[ended] < 0:
+            found[ended] = number
+    return tuple(found)
+
+
 def _draw(counts: dict[int, int], rng: np.random.Generator) -> int:
     """A key, with a probability proportional to its count."""
     ends = np.cumsum(list(counts.values()))

@@ -17,7 +17,14 @@ from pydantic import Field
 from everlong.contracts.config import Config
 from everlong.contracts.records import EpisodeShare, MicroBatch, ScoredGroup, Segment, TrainBatch
 from everlong.contracts.tokens import TokenColumns
-from everlong.trajectories.admission import Admission, AdmissionConfig, TokenOutcome, admit_group
+from everlong.trajectories.admission import (
+    Admission,
+    AdmissionConfig,
+    TokenOutcome,
+    admit_group,
+    continuations,
+    is_overlong,
+)
 from everlong.trajectories.group_tree import GroupTree
 from everlong.trajectories.staleness import staleness_stats
 
@@ -61,8 +68,8 @@ def pack_batch(
         outcomes.update((admitted.episode.id, admitted.outcome) for admitted in admissions)
         training = [admitted for admitted in admissions if admitted.branches]
         tree = GroupTree()
-        packer.add(tree, [_grow(tree, admitted, len(shares) + i) for i, admitted in enumerate(training)])
-        shares += [_share(group.group, admitted) for admitted in training]
+        packer.add(tree, [_grow(tree, group, admitted, len(shares) + i) for i, admitted in enumerate(training)])
+        shares += [_share(group, admitted) for admitted in training]
         num_flat += sum(_flat_length(admitted) for admitted in training)
     train_batch = TrainBatch(batch=batch, micro_batches=packer.micro_batches(), episodes=tuple(shares))
     stats = _stats(train_batch, outcomes.values(), num_flat, config.micro_batch_tokens)
@@ -100,20 +107,29 @@ def _check_trace(name: str, columns: TokenColumns) -> None:
         )
 
 
-def _grow(tree: GroupTree, admitted: Admission, episode: int) -> list[int]:
+def _grow(tree: GroupTree, group: ScoredGroup, admitted: Admission, episode: int) -> list[int]:
     """Hang the admitted turns into the tree; returns the node at which each branch ends."""
+    assert admitted.credit is not None, "what has no verdict has no branch that trains"
     ends = {-1: -1}
     for number, branch in enumerate(admitted.branches):
         for index in branch.path:
             if index not in ends:
                 turn = admitted.episode.turns[index]
-                sampled = turn.sampled.with_credit(admitted.credit)
+                sampled = turn.sampled.with_credit(admitted.credit - group.malformed_call * turn.malformed)
                 ends[index] = tree.add(ends[turn.parent], turn.context, sampled, episode, number)
     return [ends[branch.path[-1]] for branch in admitted.branches]
 
 
-def _share(group: int, admitted: Admission) -> EpisodeShare:
-    return EpisodeShare(episode=admitted.episode.id, group=group, num_trainable=admitted.outcome.trained)
+def _share(group: ScoredGroup, admitted: Admission) -> EpisodeShare:
+    rewards = dict(zip((episode.id for episode in group.episodes), group.rewards, strict=False))
+    return EpisodeShare(
+        episode=admitted.episode.id,
+        group=group.group,
+        num_trainable=admitted.outcome.trained,
+        reward=rewards.get(admitted.episode.id),
+        truncated=is_overlong(admitted.episode),
+        continued_by=continuations(admitted),
+    )
 
 
 def _flat_length(admitted: Admission) -> int:
@@ -131,6 +147,7 @@ def _stats(batch: TrainBatch, outcomes: Iterable[TokenOutcome], num_flat: int, l
         "tokens/trained": float(batch.num_trainable),
         "tokens/packed": float(num_packed),
         "tokens/saved": float(num_flat - num_packed),
+        "episodes/truncated": float(sum(share.truncated for share in batch.episodes)),
         "packing/micro_batches": float(len(batch.micro_batches)),
         **{f"tokens/discarded/{reason}": float(count) for reason, count in sorted(discarded.items())},
     }

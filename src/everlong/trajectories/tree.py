@@ -44,6 +44,7 @@ class EpisodeTree:
         *,
         role: str = "main",
         continues: int = -1,
+        malformed: bool = False,
     ) -> Turn:
         """Store one model call: `prompt_ids` int[P] are what the engine saw, `sampled` is what it answered.
 
@@ -64,6 +65,7 @@ class EpisodeTree:
             request_id=request_id,
             role=role,
             continues=diverged if diverged is not None and forks else continues,
+            malformed=malformed,
         )
         self._store(turn)
         self.num_forks += forks

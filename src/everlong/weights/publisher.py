@@ -207,5 +207,5 @@ def _same_or_refuse(taken: Manifest, fingerprint: str) -> PublishedVersion:
     raise AlreadyExists(
         f"version {taken.version} is published with fingerprint {taken.fingerprint}, these weights have {fingerprint}: "
         f"another run writes to this store, or training went on from an older checkpoint and came out different; "
-        f"give the run its own store, or resume from the checkpoint of version {taken.version}"
+        f"give the run its own store, or go on with the CPU and the number of threads that it was published with"
     )

@@ -50,6 +50,7 @@ from everlong.rollouts.gateway.session import Session, SessionLimits
 from everlong.rollouts.harnesses.bash import BashHarness
 from everlong.rollouts.renderers.chatml import ChatML
 from everlong.rollouts.renderers.tokenizers import ByteTokenizer
+from everlong.trajectories.credit import GaeConfig
 
 PROXIMAL = {"ratio.base": "proximal", "trainer.updates_per_batch": 2}
 TRUNCATION = {**PROXIMAL, "ratio.correction.type": "token_truncation"}
@@ -61,6 +62,9 @@ CISPO = {"loss.type": "cispo"}
 MIS_PO = {"loss.type": "reinforce", "ratio.correction.type": "mis_po"}
 PRODUCT = {"loss.type": "reinforce", "ratio.correction.type": "sequence_product"}
 SOFT = {"credit.overlong.type": "soft"}
+GAE = {"credit.type": "gae"}
+BOUNDED = {**GAE, "critic.head.type": "bounded"}
+CENTRED = {"loss.type": "reinforce", "ratio.correction.type": "token_truncation", "sampling.top_k": 11}
 KL = {"kl.type": "loss"}
 GVISOR = {"sandbox.type": "gvisor"}
 MUON = {"optimizer.type": "muon"}
@@ -152,6 +156,15 @@ CHANGES = {
     "schedule.eval_every": Change(1),
     "schedule.eval_attempts": Change(2),
     "schedule.eval_deadline_s": Change(9.0),
+    "credit.type": Change("gae"),
+    "credit.malformed_call": Change(0.5),
+    "credit.discount": Change(0.9, GAE),
+    "credit.decay.type": Change("length", GAE),
+    "credit.decay.value": Change(0.9, GAE),
+    "credit.decay.alpha": Change(2.0, {**GAE, "credit.decay.type": "length"}),
+    "credit.value_decay": Change(0.9, GAE),
+    "credit.boundary": Change("discount", {**GAE, "credit.discount": 0.9}),
+    "credit.truncated": Change("reward", GAE),
     "credit.scale": Change("none"),
     "credit.shuffled": Change(True),
     "credit.leave_one_out": Change(True, {"credit.scale": "none"}),
@@ -186,6 +199,7 @@ CHANGES = {
     "ratio.correction.sequence_high": Change(7.0, MIS_PO),
     "ratio.correction.outside": Change("mask", PRODUCT),
     "ratio.off_policy_drop": Change(0.5),
+    "ratio.score_centring": Change(True, CENTRED),
     "kl.type": Change("reward"),
     "kl.estimator": Change("k2", KL),
     "kl.coefficient": Change(0.5, KL),
@@ -203,6 +217,14 @@ CHANGES = {
     "optimizer.eps": Change(0.125),
     "optimizer.warmup_batches": Change(4),
     "optimizer.max_grad_norm": Change(0.5),
+    "critic.head.type": Change("bounded", GAE),
+    "critic.head.initial": Change(0.5, GAE),
+    "critic.head.low": Change(-1.0, BOUNDED),
+    "critic.head.high": Change(2.0, BOUNDED),
+    "critic.learning_rate": Change(0.5, GAE),
+    "critic.warmup_batches": Change(4, GAE),
+    "critic.updates_per_batch": Change(5, GAE),
+    "critic.pretrain_batches": Change(1, {**GAE, "schedule.num_batches": 2}),
     "trainer.updates_per_batch": Change(3),
     "trainer.head_chunk_tokens": Change(64),
     "trainer.checkpoint_keep": Change(5),
@@ -210,8 +232,6 @@ CHANGES = {
     "weights.anchor_every": Change(3),
     "observe.progress": Change("none"),
 }
-ONE_CHOICE = {"credit.type"}
-"""Tags of unions that have one member so far: there is no other value."""
 OF_CHECKPOINTS = {"model.path", "model.repo", "model.revision", "model.source"}
 """They name a model; tests/unit/models/test_source.py shows what each finds."""
 
@@ -240,7 +260,7 @@ def settings(*changes: dict[str, Any]) -> dict[str, Any]:
 
 def test_every_option_has_a_change_that_is_tried() -> None:
     known = {path for path, _, _ in leaves(RunConfig)}
-    assert known - CHANGES.keys() == ONE_CHOICE | OF_CHECKPOINTS
+    assert known - CHANGES.keys() == OF_CHECKPOINTS
     assert CHANGES.keys() <= known
     by_class: dict[tuple[type[Config], str], str] = {}
     for path, kind, name in leaves(RunConfig):
@@ -425,6 +445,7 @@ async def stalled(task: Task) -> None:
 
 
 REINFORCE = {"loss.type": "reinforce"}
+COMPARES_NOTHING = {"admission.zero_signal": "drop"}
 TRAINED = {
     "toy": (
         {**VLLM, "engine.python": "python"},
@@ -441,6 +462,9 @@ TRAINED = {
         PRODUCT,
         {**REINFORCE, "ratio.correction.type": "sequence_geometric"},
         {**REINFORCE, "ratio.correction.type": "double_sided"},
+        {**CENTRED, "ratio.score_centring": True},
+        {**BOUNDED, **COMPARES_NOTHING, "loss.type": "ppo", "credit.decay.type": "length"},
+        {**GAE, **COMPARES_NOTHING, **SOFT, "credit.truncated": "reward"},
     ),
     "scripted": (),
 }
@@ -481,8 +505,12 @@ def test_two_runs_of_one_config_are_built_alike(base: str, workplace: Path) -> N
 
 REFUSED = {
     "scripted": {
-        path for path in CHANGES if path.partition(".")[0] in ("adapter", "loss", "ratio", "kl", "optimizer", "trainer")
+        path
+        for path in CHANGES
+        if path.partition(".")[0] in ("adapter", "loss", "ratio", "kl", "optimizer", "critic", "trainer")
     }
+    | {path for path, change in CHANGES.items() if change.beside.get("credit.type") == "gae"}
+    | {"credit.type"}
     | {"numerics", "threads", "engine.max_running", "engine.prefill_chunk_tokens"}
     | {"engine.block_tokens", "engine.cache_tokens", "engine.prefix_cache"}
     | {path for path, change in CHANGES.items() if change.beside in (VLLM, POOL) or path == "engine.type"},
@@ -511,6 +539,8 @@ def test_every_option_changes_what_is_built_or_is_refused_by_name(
         change = CHANGES[path]
         if change.beside is GVISOR and not provide_gvisor(workplace):
             continue
+        if base == "scripted" and kind is GaeConfig and not change.beside:
+            continue  # both estimators have it, and this one needs a network
         before = settings(SMALL, BASES[base], change.beside)
         after = settings(SMALL, BASES[base], change.beside, {path: change.value})
         try:
@@ -558,6 +588,11 @@ def test_every_option_changes_what_is_built_or_is_refused_by_name(
         ({"ratio.base": "proximal", "loss.type": "reinforce"}, "ratio.base=proximal"),
         ({"kl.type": "loss", "kl.support": "full"}, "kl.support"),
         ({"kl.type": "loss", "kl.estimator": "k1"}, "kl.estimator=k1"),
+        ({"critic.learning_rate": 0.1}, "critic"),
+        ({**GAE, "admission.zero_signal": "keep"}, "admission.zero_signal"),
+        ({**GAE, "credit.truncated": "reward", "admission.overlong": "mask"}, "credit.truncated"),
+        ({**GAE, "credit.boundary": "discount"}, "credit.boundary"),
+        ({**GAE, "model.type": "scripted"}, "credit.type=gae"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -579,6 +614,16 @@ def test_an_option_without_effect_beside_others_is_refused(change: dict[str, Any
         ({**ASYNC, **PROXIMAL}, "takes the trainer's own logprobs for the sampler's"),
         ({**ASYNC, "schedule.publish_every": 4}, "publish at least every 2 batches"),
         ({"loss.type": "dr_grpo"}, "dr_grpo is defined on credit without deviation, got credit.scale=std_sample"),
+        ({"loss.type": "ppo"}, "loss ppo is defined on credit per token .* got credit.type=group_mean"),
+        ({**GAE, "loss.type": "gspo"}, "credit.type=gae gives .* different credits, and loss gspo has one ratio"),
+        ({**GAE, **GRPO, "loss.level": "sequence"}, "credit.type=gae gives .* and loss grpo"),
+        ({"credit.malformed_call": 0.1, "loss.type": "gspo"}, "credit.malformed_call gives .* and loss gspo"),
+        ({**GAE, **SOFT}, "which credit.truncated=bootstrap replaces by a value"),
+        ({**GAE, "critic.pretrain_batches": 1}, "none of the schedule.num_batches=1 to the policy"),
+        ({**CENTRED, "ratio.score_centring": True, "sampling.top_k": 0}, "whole vocabulary, which is not recorded"),
+        ({**CENTRED, "ratio.score_centring": True, **VLLM}, "which an engine of type vllm does not give"),
+        ({**CENTRED, "ratio.score_centring": True, **GRPO, **PROXIMAL}, "loss grpo has a gate of its own"),
+        ({**BOUNDED, "critic.head.low": 1.0}, "critic.head bounds leave no room"),
         ({"weights.store": "memory://"}, "does not outlive it"),
         ({**LORA, **MUON}, "adapter.type=lora there are only its two factors"),
         ({**LORA, **VLLM}, "with adapter.type=lora a version holds adapters alone"),

@@ -155,6 +155,25 @@ def test_a_harness_that_ignores_its_cancellation_holds_up_neither_deadline_nor_e
         (Purpose.TRAIN, Reason.DEADLINE),
         (Purpose.EVAL, Reason.DEADLINE),
     }
+    for told in (done.stderr, (workplace / "run/report.html").read_text()):
+        assert "not one token was trained in its one RL batch" in told and "schedule.batch_deadline_s" in told
+
+
+def test_a_run_that_taught_its_model_nothing_fails_and_says_what_to_do(workplace: Path) -> None:
+    small = [
+        "--model.type",
+        "own",
+        "--model.source",
+        "parts:small",
+        "--sampling.max-tokens",
+        "4",
+        "--harness.max-turns",
+        "1",
+    ]
+    done = everlong(workplace, "train", *SHORT, *small)
+    assert done.returncode == 3, done.stderr
+    assert "its 4 episodes ended as: zero_signal 4" in done.stderr and "warmup.num_batches" in done.stderr
+    assert everlong(workplace, "resume", "run").returncode == 3, "finished, and nothing came of it"
 
 
 def test_a_run_is_stopped_although_its_harness_ignores_it(workplace: Path) -> None:

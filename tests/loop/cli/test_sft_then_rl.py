@@ -64,7 +64,7 @@ def test_a_supervised_runs_checkpoint_starts_another_run(tmp_path: Path):
         "--warmup.traces-per-batch",
         "32",
     ]
-    train_command([*settings(tmp_path, "rl"), *start])
+    train_command([*settings(tmp_path, "rl"), *start, "--admission.zero-signal", "keep"])
     rl = RunFolder(tmp_path / "rl")
     assert batches_of(rl) == 1
     evals = [json.loads(line) for line in rl.metrics.read_text().splitlines() if '"eval"' in line]

@@ -246,10 +246,13 @@ async def test_an_engine_of_ours_and_a_server_that_dies_serve_one_run_and_no_epi
     (faults / "die").touch()
     mixed = PoolConfig(members=(SMALL, VllmConfig(python=write_python(tmp_path))), mismatch_tokens=50)
     config, sink = config_of(tmp_path / "run", mixed).model_copy(update={"numerics": "fast"}), MemorySink()
+    config = config.model_copy(update={"schedule": config.schedule.model_copy(update={"num_batches": 4})})
     await drive(config, sink)
     assert not (faults / "die").exists(), "it died"
-    assert samplers(config) == {0, 1}
-    assert changes(config) == [("0-embedded", MemberState.SERVING), ("1-vllm", MemberState.SERVING)]
+    assert samplers(config) == {0, 1}, "what it had is asked elsewhere, and an update waits until it is back"
+    told = changes(config)
+    assert told[0] == ("0-embedded", MemberState.SERVING) and told[-1] == ("1-vllm", MemberState.SERVING)
+    assert {state for _, state in told} <= {MemberState.SERVING, MemberState.LOST}
     episodes = read_lifecycle(config.output / "ledger.db").episodes.values()
     assert all(view.finish_reason.trustworthy for view in episodes)
     last = rows_of(sink)[-1]

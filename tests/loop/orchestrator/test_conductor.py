@@ -16,6 +16,7 @@ from everlong.ledger import (
     EpisodeFinished,
     EpisodeStarted,
     RunResumed,
+    WeightsAdopted,
 )
 from everlong.observe import MemorySink
 from everlong.orchestrator.events import RunAborted
@@ -115,6 +116,32 @@ async def test_a_checkpoint_that_is_older_than_the_ledger_trains_the_batches_bet
     assert [fact.batch for fact in killed.facts(BatchTrained)] == [0, 1, 2, 0, 1, 2, 3]
     assert max(Counter(fact.episode for fact in killed.facts(EpisodeStarted)).values()) == 1, "from stored episodes"
     assert killed.balance() == whole.balance()
+
+
+async def test_batches_that_come_out_otherwise_on_another_machine_go_on_with_what_was_published(world):
+    one = world(checkpoint_every=9, num_batches=4)
+    with pytest.raises(Killed):
+        await one.drive(dies_in="train", batch=3)
+    one.metrics = MemorySink()
+    await one.drive(rounds_otherwise=True)
+    assert [fact.version for fact in one.facts(WeightsAdopted)] == [1, 2, 3]
+    assert [line.split(" came out")[0] for line in one.said] == [f"policy version {n}" for n in (1, 2, 3)]
+    rows = {point.step: point.values for point in one.metrics.points if point.axis == "batch"}
+    assert [rows[batch]["weights_adopted"] for batch in range(3)] == [1.0] * 3 and "weights_adopted" not in rows[3]
+    assert one.balance().holds and one.lifecycle().finished
+
+
+async def test_what_was_trained_again_and_refused_leaves_no_row_and_no_fact(world):
+    one = world(checkpoint_every=9, num_batches=4)
+    with pytest.raises(Killed):
+        await one.drive(dies_in="train", batch=3)
+    for version in (1, 2):  # published once behind three batches
+        (one.folder / f"store/weights/versions/{version:08d}").unlink()
+    one.metrics = MemorySink()
+    with pytest.raises(ValueError, match="other bits than published"):
+        await one.drive(rounds_otherwise=True, refuses=True)
+    assert [fact.batch for fact in one.facts(BatchTrained)] == [0, 1, 2]
+    assert one.metrics.points == [] and one.facts(WeightsAdopted) == []
 
 
 @pytest.mark.parametrize("dies_in", ["save", "train"])

@@ -4,6 +4,8 @@ import asyncio
 import time
 from contextlib import asynccontextmanager
 
+import numpy as np
+
 from everlong.cli.compose import LedgerJournal
 from everlong.cli.config import RunConfig, SamplingConfig
 from everlong.cli.rendering import make_renderer
@@ -34,7 +36,7 @@ from everlong.rollouts.pausing import PausableEngine, Pause
 from everlong.rollouts.runner import EpisodeRunner, Sampling
 from everlong.storage import open_store
 from everlong.trainer.scripted import ScriptedTrainer
-from everlong.weights import WeightPublisher
+from everlong.weights import WeightPublisher, WeightReader
 
 CONFIG = RunConfig(
     model=ScriptedModel(),
@@ -83,15 +85,26 @@ class Killed(Exception):
 class DyingTrainer(ScriptedTrainer):
     """Dies once, while it trains a batch or after it has saved it."""
 
-    def __init__(self, *args, dies_in="", batch=-1):
+    def __init__(self, *args, dies_in="", batch=-1, rounds_otherwise=False, refuses=False):
+        """`rounds_otherwise`: than the machine before. `refuses`: what it then finds published, as in aligned numerics."""
         super().__init__(*args)
+        self._rounds_otherwise, self._refuses = rounds_otherwise, refuses
         self._dies_in, self._batch, self._last = dies_in, batch, -1
 
     async def train(self, batch):
         if (self._dies_in, self._batch) == ("train", batch.batch):
             raise Killed
         self._last = batch.batch
-        return await super().train(batch)
+        report = await super().train(batch)
+        if self._rounds_otherwise:
+            self._values = np.nextafter(self._values, np.float32(np.inf))
+        return report
+
+    async def reconcile(self):
+        reader = WeightReader(self._store)
+        if self._refuses and self._rounds_otherwise and self._num_batches and self._num_batches in reader.versions():
+            raise ValueError("other bits than published")
+        return await super().reconcile()
 
     async def save(self):
         status = await super().save()
@@ -112,7 +125,7 @@ class World:
         deadline = "batch_deadline_s" if kind is RoundsConfig else "group_deadline_s"
         defaults = {"num_batches": 3, "groups_per_batch": 3, "group_size": 4, deadline: None}
         self.schedule = kind(**{**defaults, **schedule})
-        self.metrics = MemorySink()
+        self.metrics, self.said = MemorySink(), []
 
     @asynccontextmanager
     async def process(self, grader=None, stalled=(), before_close=None, **trainer):
@@ -165,6 +178,7 @@ class World:
                 task_hashes={id: task.task.content_hash for id, task in self.tasks.by_id().items()},
                 clock=self.clock,
                 pause=pause,
+                say=self.said.append,
             )
         )
         try:

@@ -136,9 +136,10 @@ async def test_every_dialect_gives_the_engine_the_same_prompts():
 async def test_a_message_fits_the_official_types_and_says_what_was_found_in_the_cache():
     async with world(says(*SCRIPT), syntax="hermes") as w:
         async with claude(w) as client:
-            raw = await client.messages.with_raw_response.create(model="any", max_tokens=9, messages=[USER])
+            asked: Any = {"model": "any", "max_tokens": 9, "messages": [USER], "tools": [TOOL]}
+            raw = await client.messages.with_raw_response.create(**asked)
         message = anthropic.types.Message.model_validate_json(await raw.text(), strict=True)
-        again = await say(w, [USER])
+        again = await say(w, [USER], tools=[TOOL])
     turn = w.session.turns[0]
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
     assert message.content[2].input == {"command": "ls"}
@@ -277,3 +278,34 @@ async def test_an_endpoint_remembers_no_response():
 def test_the_base_url_of_each_client_is_told():
     server = GatewayServer(port=8123)
     assert (server.url, server.root_url) == ("http://127.0.0.1:8123/v1", "http://127.0.0.1:8123")
+
+
+async def answered_in_text(w: World, dialect: str, **more: Any) -> tuple[str, str]:
+    """What the client reads, and why it ended."""
+    if dialect == "messages":
+        message = await say(w, [USER], **more)
+        return message.content[0].text, message.stop_reason
+    if dialect == "responses":
+        response = await respond(w, "x", **more)
+        return response.output_text, response.output[0].type
+    async with w.client() as client:
+        answer = await client.chat.completions.create(model="any", messages=[USER], **more)
+    return answer.choices[0].message.content, answer.choices[0].finish_reason
+
+
+TEXT_ENDS = {"chat": "stop", "responses": "message", "messages": "end_turn"}
+NONE_CALLED = {
+    "chat": {"tools": [{"type": "function", "function": {"name": "bash"}}], "tool_choice": "none"},
+    "responses": {"tools": [FUNCTION], "tool_choice": "none"},
+    "messages": {"tools": [TOOL], "tool_choice": {"type": "none"}},
+}
+
+
+@pytest.mark.parametrize("tools", ["no tools", "none to call"])
+@pytest.mark.parametrize("dialect", AGENTS)
+async def test_a_client_without_tools_is_answered_in_text_and_the_tokens_stay_as_sampled(dialect: str, tools: str):
+    async with world(says(call("ls")), syntax="hermes") as w:
+        more = NONE_CALLED[dialect] if tools == "none to call" else {}
+        assert await answered_in_text(w, dialect, **more) == (call("ls"), TEXT_ENDS[dialect])
+    (turn,) = w.session.turns
+    assert turn.sampled.ids.tolist() == [*TOKENIZER.encode(call("ls")), END]

@@ -159,7 +159,7 @@ async def test_a_turn_cut_at_the_limit_says_length():
 
 async def test_half_a_command_is_no_call_for_any_client():
     async with world(lambda request: TOKENIZER.encode("$ rm -rf " + "x" * 500), max_context=100) as w:
-        choice = (await w.ask([USER])).choices[0]
+        choice = (await w.ask([USER], tools=[BASH])).choices[0]
     assert choice.finish_reason == "length"
     assert not choice.message.tool_calls and choice.message.content.startswith("$ rm -rf x")
 
@@ -167,8 +167,8 @@ async def test_half_a_command_is_no_call_for_any_client():
 @pytest.mark.parametrize("said, reason", [("done", "stop"), ("$ ls", "tool_calls")])
 async def test_a_stream_says_what_the_whole_answer_says(said: str, reason: str):
     async with world(says(said)) as w:
-        events = [event async for event in await w.ask([USER], stream=True)]
-        whole = (await w.ask([USER])).choices[0].message
+        events = [event async for event in await w.ask([USER], stream=True, tools=[BASH])]
+        whole = (await w.ask([USER], tools=[BASH])).choices[0].message
     assert events[0].choices[0].delta.role == "assistant"
     deltas = [event.choices[0].delta for event in events]
     assert "".join(delta.content or "" for delta in deltas) == (whole.content or "")
@@ -295,6 +295,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "bash", "arguments": "[1]"}}]}
 DEEP = b'{"messages": ' + b"[" * 200_000
 BAD_BODIES = {
+    "a result of no call": (b'{"messages": [{"role": "tool", "tool_call_id": "c9", "content": "x"}]}', "'c9'"),
     "not JSON": (b"{", "JSON"),
     "not an object": (b"[]", "object"),
     "deep": (DEEP, "JSON"),
@@ -329,8 +330,8 @@ async def test_a_body_that_cannot_be_served_gets_400_by_name(name: str):
 
 @pytest.mark.parametrize(
     "messages",
-    [[{"role": "tool", "tool_call_id": "none", "content": "out of nowhere"}], [{"role": "user", "content": "a\0b"}]],
-    ids=["a tool result without a call", "a null byte"],
+    [[{"role": "tool", "tool_call_id": "", "content": "out of nowhere"}], [{"role": "user", "content": "a\0b"}]],
+    ids=["a tool result without an id", "a null byte"],
 )
 async def test_odd_messages_are_text_like_any_other(messages: list[dict]):
     async with world(says("done")) as w:

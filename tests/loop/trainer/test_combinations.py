@@ -1,16 +1,22 @@
 """Every loss with every base, correction and KL term: it trains a step, or it is refused by name, as docs/losses.md says."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from tests.unit.trainer.tiny import SHAPE, tiny
 
-from everlong.contracts.records import EpisodeShare, MicroBatch, Segment, TrainBatch
+from everlong.cli.config import RunConfig
+from everlong.contracts.records import EpisodeShare, MicroBatch, ScoreRequest, Segment, TrainBatch
 from everlong.contracts.tokens import KeptSets, TokenColumns
 from everlong.models.adapter_config import LoraConfig
+from everlong.storage import open_store
 from everlong.trainer.config import (
+    AdamWConfig,
     CispoConfig,
+    CriticConfig,
     DapoConfig,
     DoubleSidedMask,
     DrGrpoConfig,
@@ -22,6 +28,7 @@ from everlong.trainer.config import (
     KlReward,
     MisPo,
     NoCorrection,
+    PpoConfig,
     RatioConfig,
     ReinforceConfig,
     SapoConfig,
@@ -29,6 +36,7 @@ from everlong.trainer.config import (
     SequenceProduct,
     TokenMask,
     TokenTruncation,
+    TrainerConfig,
     check_effective,
     level_of,
 )
@@ -37,6 +45,9 @@ from everlong.trainer.objective import Objective
 from everlong.trainer.preparation import prepare_batch
 from everlong.trainer.step import batch_gradient, reference_logprobs
 from everlong.trainer.tally import Tally
+from everlong.trainer.trainer import PolicyTrainer
+from everlong.trajectories.credit import GaeConfig, credit_from_values
+from everlong.weights import WeightPublisher
 
 WIDE = {"clip_low": 0.9, "clip_high": 90.0}
 LOSSES = [
@@ -44,6 +55,7 @@ LOSSES = [
     GrpoConfig(),
     GrpoConfig(level="sequence"),
     GrpoConfig(level="sequence_token"),
+    PpoConfig(),
     DrGrpoConfig(),
     DapoConfig(),
     CispoConfig(),
@@ -128,6 +140,31 @@ def test_every_loss_trains_adapters(loss):
             before = {name: weight.detach().clone() for name, weight in model.named_weights().items()}
             trains(Objective(loss, RatioConfig(), kl), model)
             assert all(torch.equal(weight, before[name]) for name, weight in model.named_weights().items())
+
+
+@pytest.mark.parametrize("adapter", [None, LoraConfig(rank=2)], ids=["whole", "lora"])
+@pytest.mark.parametrize("loss", LOSSES, ids=name_of)
+async def test_every_loss_on_a_token_s_own_ratio_trains_beside_a_critic(loss, adapter):
+    """A branch's one ratio has one credit, and is refused by name."""
+    settings = {"loss": loss, "credit": GaeConfig(discount=0.9)}
+    if level_of(loss) == "sequence":
+        with pytest.raises(ValueError, match=f"credit.type=gae .* loss {loss.type} has one ratio"):
+            RunConfig(**settings)
+        return
+    RunConfig(**settings)
+    model, store = tiny(), open_store("memory://")
+    if adapter is not None:
+        model.adapt(adapter)
+    trainer = PolicyTrainer(
+        model, config=TrainerConfig(), loss=loss, ratio=RatioConfig(), optimizer=AdamWConfig(), critic=CriticConfig(),
+        numerics=model.numerics, store=store, publisher=WeightPublisher(store, 10), seed=0, lease=asyncio.Lock(),
+    )  # fmt: skip
+    batch = a_batch()
+    shares = tuple(replace(share, reward=1.0 - i) for i, share in enumerate(batch.episodes))
+    batch = replace(batch, episodes=shares)
+    scores = await trainer.score(ScoreRequest(micro_batches=batch.micro_batches, wanted=("values",)))
+    metrics = (await trainer.train(credit_from_values(batch, scores, settings["credit"]))).metrics
+    assert 0 < metrics["grad_norm"] < 1e6 and 0 < metrics["critic/grad_norm"] < 1e6
 
 
 def trains(objective, model=None):

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from everlong.contracts.records import EpisodeShare, MicroBatch, ScoreRequest, Segment, TrainBatch
 from everlong.contracts.tokens import TokenColumns
@@ -13,15 +14,25 @@ from everlong.models.checkpoint import load_checkpoint
 from everlong.models.numerics import Numerics
 from everlong.models.toy import build_toy
 from everlong.storage import open_store
-from everlong.trainer.config import AdamWConfig, GrpoConfig, RatioConfig, SapoConfig, TokenTruncation, TrainerConfig
+from everlong.trainer.config import (
+    AdamWConfig,
+    CriticConfig,
+    GrpoConfig,
+    PpoConfig,
+    RatioConfig,
+    SapoConfig,
+    TokenTruncation,
+    TrainerConfig,
+)
 from everlong.trainer.trainer import PolicyTrainer
+from everlong.trajectories.credit import GaeConfig, credit_from_values
 from everlong.weights import WeightPublisher
 
 PROMPT = TokenColumns.context(np.frombuffer(b"count the lines: ", np.uint8))
 GOOD, BAD = (np.frombuffer(text, np.uint8).astype(np.int32) for text in (b"wc -l file", b"rm -rf file"))
 
 
-def trainer_of(loss, ratio, updates=1, numerics=Numerics.FAST, model=None, rate=1e-3):
+def trainer_of(loss, ratio, updates=1, numerics=Numerics.FAST, model=None, rate=1e-3, critic=None):
     store, model = open_store("memory://"), model or build_toy(0, numerics=numerics)
     return PolicyTrainer(
         model,
@@ -29,6 +40,7 @@ def trainer_of(loss, ratio, updates=1, numerics=Numerics.FAST, model=None, rate=
         loss=loss,
         ratio=ratio,
         optimizer=AdamWConfig(learning_rate=rate, warmup_batches=2),
+        critic=critic,
         numerics=numerics,
         store=store,
         publisher=WeightPublisher(store, anchor_every=4),
@@ -126,6 +138,36 @@ async def test_credit_moves_probability_to_what_was_rewarded(loss, ratio, update
         assert metrics["mismatch/max"] < 1e-4
     after = [scores.sum() for scores in await scores_of(trainer, GOOD, BAD)]
     assert after[0] - after[1] > before[0] - before[1] + 5
+
+
+async def round_of_values(trainer, number, config):
+    """Both answers as the policy would have sampled them, the good one rewarded, with credit from the critic's values."""
+    answers = [
+        TokenColumns.sampled_tokens(ids, np.minimum(logprobs, 0), version=number).with_credit(0.0)
+        for ids, logprobs in zip((GOOD, BAD), await scores_of(trainer, GOOD, BAD), strict=True)
+    ]
+    batch = batch_of(number, *answers)
+    shares = tuple(replace(share, reward=reward) for share, reward in zip(batch.episodes, (1.0, 0.0), strict=True))
+    batch = replace(batch, episodes=shares)
+    scores = await trainer.score(ScoreRequest(micro_batches=batch.micro_batches, wanted=("values",)))
+    return (await trainer.train(credit_from_values(batch, scores, config))).metrics
+
+
+async def test_a_critic_learns_on_a_policy_that_waits_and_then_teaches_it():
+    critic = CriticConfig(learning_rate=2e-3, updates_per_batch=4, pretrain_batches=12)
+    trainer = trainer_of(PpoConfig(), RatioConfig(), rate=1e-3, critic=critic)
+    before = [scores.sum() for scores in await scores_of(trainer, GOOD, BAD)]
+    rows = [await round_of_values(trainer, number, GaeConfig()) for number in range(12)]
+    waited = [scores.sum() for scores in await scores_of(trainer, GOOD, BAD)]
+    assert waited == before
+    assert rows[0]["critic/explained_variance"] == pytest.approx(0, abs=1e-6)
+    assert rows[-1]["critic/explained_variance"] > 0.5, "on values from before the batch was learnt"
+    # a group's mean gives every token +-0.5, whatever its answer has shown already
+    assert rows[0]["credit/variance"] == pytest.approx(0.25, abs=1e-3) and rows[-1]["credit/variance"] < 0.125
+    for number in range(12, 18):
+        rows.append(await round_of_values(trainer, number, GaeConfig()))
+    after = [scores.sum() for scores in await scores_of(trainer, GOOD, BAD)]
+    assert after[0] - after[1] > before[0] - before[1] + 2
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from everlong.cli import start_checks
 from everlong.cli.arguments import parse_config
+from everlong.cli.config import RunConfig
 from everlong.cli.fresh_folder import FreshFolder
 from everlong.cli.main import main
+from everlong.cli.origin import origin_of
+from everlong.cli.quickstart import QuickstartTasks
 from everlong.cli.run_folder import RunFolder
 from everlong.cli.store_owner import claim_store
 from everlong.contracts.errors import SandboxError, WorkerDied
+from everlong.environments.tasks.harbor import HarborTask, read_task
+from everlong.environments.tasks.sources import RunTasks
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
 
 SCRIPTED = {"--model.type": "scripted", "--sandbox.type": "scripted"}
@@ -109,6 +115,38 @@ def test_a_dry_run_neither_converts_nor_downloads_a_model_and_says_so(tmp_path, 
     printed = capsys.readouterr()
     assert not stopped.value.code and "[model]" in printed.out
     assert "not checked: model.type=toy is not on this machine yet" in printed.err
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "its own"])
+def test_a_start_reads_every_task_once(
+    named: bool, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the tasks that a run makes for itself a few are tried aside before."""
+    reads: Counter[str] = Counter()
+
+    def counted(folder: Path, *others: object) -> HarborTask:
+        reads[str(folder.resolve())] += 1
+        return read_task(folder, *others)
+
+    def driven(config: RunConfig, folder: RunFolder, tasks: RunTasks, *others: object, **more: object) -> None:
+        given.append(tasks)
+
+    given: list[RunTasks] = []
+    monkeypatch.setattr("everlong.environments.tasks.sources.read_task", counted)
+    monkeypatch.setattr("everlong.cli.train._drive", driven)
+    monkeypatch.setattr("everlong.cli.quickstart.TOY_TASKS", QuickstartTasks(("write-word",), 3, 2))
+    mine = ["--tasks.train", str(made / "mine"), "--tasks.eval", str(made / "held-out")] if named else []
+    output = tmp_path / "run"
+    with pytest.raises(SystemExit):
+        main(["train", "--model.type", "scripted", "--sandbox.type", "scripted", "--output", str(output), *mine])
+    places = {task.task.folder for task in given[0].by_id().values()}
+    assert {reads[place] for place in places} == {1} and len(places) == (4 if named else 5)
+    assert RunFolder(output).read_origin() == origin_of(given[0])
+
+    reads.clear()
+    with pytest.raises(SystemExit):
+        main(["resume", str(output)])
+    assert reads == dict.fromkeys(places, 1) and given[1] == given[0]
 
 
 # The folder ----------------------------------------------------------------------------------------------------------

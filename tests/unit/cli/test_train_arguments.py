@@ -58,7 +58,7 @@ def test_an_unknown_option_fails_with_the_nearest_name(words, nearest, tmp_path,
         ("learnign_rate = 3e-4\n", "there is no setting --learnign-rate: did you mean --optimizer.learning-rate?"),
         ("[optimzer]\nlearning_rate = 3e-4\n", "there is no setting --optimzer: did you mean --optimizer?"),
         ("[optimizer]\nlearning_rate = -1.0\n", "--optimizer.learning-rate: Input should be greater than 0, got -1.0"),
-        ("[loss]\ntype = 'ppo'\n", "'ppo'"),
+        ("[loss]\ntype = 'trpo'\n", "'trpo'"),
         ("seed = \n", "Invalid TOML"),
     ],
 )
@@ -93,6 +93,32 @@ def test_a_folder_is_no_file(tmp_path: Path, capsys) -> None:
 def test_a_bad_value_names_its_option(words, option, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert refused([*words, "--dry-run"], capsys).startswith(f"error: {option}: ")
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        (
+            '[{"type": "embedded", "max_runing": 3}]',
+            "--engine.members[0]: max_runing is no setting of type embedded: did you mean max_running?",
+        ),
+        ('[{"type": "embedded", "url": "http://x"}]', "--engine.members[0]: url is no setting of type embedded"),
+        (
+            '[{"type": "vllm", "max_running": 0}]',
+            "--engine.members[0].max_running: Input should be greater than or equal to 1, got 0",
+        ),
+        ('[{"type": "embedded"}, {"type": "pool"}]', "--engine.members[1]: Input tag 'pool' found"),
+        ('{"type": "embedded"}', "--engine.members: expected a list, written in [ ], got {'type': 'embedded'}"),
+        ("[]", "--engine.members: expected 1 or more of them, got []"),
+    ],
+    ids=["unknown name", "of another type", "bad value", "a pool", "no list", "nothing"],
+)
+def test_a_mistake_in_a_list_of_tables_is_said_once_with_its_place_in_the_list(
+    members, said, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = refused(["--engine.type", "pool", "--engine.members", members, "--dry-run"], capsys)
+    assert message.startswith(f"error: {said}") and message.count("\n") == 1
 
 
 def test_dotted_options_override_the_file_and_pick_a_variant(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from everlong.contracts.import_path import load_named
+from everlong.contracts.import_path import call_named, load_named
 
 
 @pytest.fixture
@@ -14,8 +14,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "named_parts.py").write_text("answer = 42\n_hidden = 1\n")
     (tmp_path / "parts_that_lack_one.py").write_text("import a_module_that_nobody_has\n")
+    (tmp_path / "parts_that_leave.py").write_text("import sys\nsys.exit(0)\n")
     yield tmp_path
-    for name in ("named_parts", "parts_that_lack_one"):
+    for name in ("named_parts", "parts_that_lack_one", "parts_that_leave"):
         sys.modules.pop(name, None)
 
 
@@ -42,3 +43,14 @@ def test_what_is_not_there_is_said_with_where_it_was_looked_for(here: Path):
 def test_a_module_that_misses_one_of_its_own_says_so_itself(here: Path):
     with pytest.raises(ModuleNotFoundError, match="a_module_that_nobody_has"):
         load_named("parts_that_lack_one:x")
+
+
+def test_code_that_would_end_the_process_is_refused(here: Path):
+    with pytest.raises(
+        ValueError, match=r"parts_that_leave:x called sys.exit\(0\) where a part of the run was expected"
+    ):
+        load_named("parts_that_leave:x")
+    with pytest.raises(ValueError, match=r"parts:Agent called sys.exit\(3\)"):
+        call_named("parts:Agent", sys.exit, 3)
+    with pytest.raises(KeyError):
+        call_named("parts:Agent", {}.__getitem__, "its own error")

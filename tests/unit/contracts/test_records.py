@@ -67,15 +67,28 @@ def test_request_and_reply_keep_ids_and_logprobs_on_the_wire():
 
 
 def test_batch_and_scores_keep_everything_on_the_wire():
-    columns = TURN.context + ANSWER.with_credit(0.5)
+    kept = KeptSets(ids=np.int32([1, 5]), offsets=np.int64([0, 0, 2]), logprobs=np.float32([-0.5, -0.9]))
+    answer = ANSWER.with_credit(0.5).replace(returns=np.float32([0.25, 1.0]), kept=kept)
+    columns = TURN.context + answer
     micro_batch = MicroBatch(columns=columns, segments=(Segment(parent=-1, start=0, length=4, episode=0),))
-    share = EpisodeShare(episode=ORDER.episode, group=4, num_trainable=2)
+    share = EpisodeShare(
+        episode=ORDER.episode, group=4, num_trainable=2, reward=0.0, truncated=True, continued_by=(1, -1)
+    )
     batch = TrainBatch(batch=0, micro_batches=(micro_batch,), episodes=(share,))
     back = decode_record(encode_record(batch), TrainBatch)
     assert back.micro_batches[0].columns == columns
     assert back.micro_batches[0].segments == micro_batch.segments and back.episodes == (share,)
-    scores = ScoredColumns(logprobs=(np.float32([np.nan, -0.5]),), policy_version=2)
-    np.testing.assert_array_equal(decode_record(encode_record(scores), ScoredColumns).logprobs[0], scores.logprobs[0])
+    scores = ScoredColumns(values=(np.float32([np.nan, -0.5]),), policy_version=2)
+    back = decode_record(encode_record(scores), ScoredColumns)
+    np.testing.assert_array_equal(back.values[0], scores.values[0])
+    assert back.logprobs is None and back.values_after is None, "absent stays absent"
+
+
+def test_columns_stored_before_a_stream_was_known_are_read_as_absent():
+    fields = msgspec.msgpack.decode(encode_record(ANSWER))
+    del fields["returns"], fields["kept"]["logprobs"]
+    back = decode_record(msgspec.msgpack.encode(fields), TokenColumns)
+    assert back == ANSWER and np.isnan(back.returns).all() and back.kept.logprobs is None
 
 
 def test_credit_none_stays_apart_from_credit_zero_on_the_wire():

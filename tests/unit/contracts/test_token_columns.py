@@ -91,6 +91,14 @@ def test_cutting_a_sequence_cuts_its_kept_ids_at_the_same_token():
     assert (columns.slice(0, 2) + columns.slice(2, 4)) == columns
 
 
+def test_logprobs_of_kept_ids_go_where_their_ids_go():
+    rows = KeptSets(ids=np.int32([5, 2, 7]), offsets=np.int64([0, 1, 3]), logprobs=np.float32([0.0, -0.5, -0.9]))
+    joined = KeptSets.join([KeptSets.empty(2), rows, KeptSets.from_rows([[4]])])
+    assert joined.slice(3, 4).logprobs.tolist() == pytest.approx([-0.5, -0.9])
+    assert np.isnan(joined.slice(4, 5).logprobs).all(), "absent is absent, never 0"
+    assert joined.without_logprobs().logprobs is None and KeptSets.join([KeptSets.empty(1)]).logprobs is None
+
+
 def test_credit_reaches_each_turns_own_trainable_tokens_only():
     mask = np.array([False, True, True, False])
     first = sampled([1, 2, 3, 4]).replace(trainable=mask).with_credit(0.7)

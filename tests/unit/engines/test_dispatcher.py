@@ -128,6 +128,74 @@ def test_an_engine_that_keeps_breaking_gets_nothing_until_it_holds_a_version_aga
     assert states(pool) == [MemberState.SERVING] * 2 and ask(pool, 12) == 0
 
 
+def lost(ticket):
+    return Broke(ticket, "it hangs", 1.0, lost=True)
+
+
+def test_an_engine_that_is_lost_is_brought_back_at_once_and_its_requests_go_elsewhere():
+    pool = serving(4, 1)
+    assert [ask(pool, ticket) for ticket in range(3)] == [0, 1, 0]
+    assert pool.on_event(lost(0)) == [Update(0, 1), Send(0, 1)]
+    assert pool.on_event(lost(2)) == [Send(2, 1)]
+    assert states(pool) == [MemberState.LOST, MemberState.SERVING] and pool.members()[0].reason == "it hangs"
+    assert ask(pool, 3) == 1
+    assert pool.on_event(Updated(0, 1, 9.0)) == []
+    assert states(pool) == [MemberState.SERVING] * 2 and ask(pool, 4) == 0
+
+
+def test_where_every_engine_is_lost_requests_wait_for_the_first_that_is_back():
+    pool = serving(4, 4)
+    assert [ask(pool, ticket) for ticket in range(2)] == [0, 1]
+    assert pool.on_event(lost(0)) == [Update(0, 1), Send(0, 1)]
+    assert pool.on_event(lost(1)) == [Update(1, 1)]
+    assert pool.on_event(lost(0)) == []
+    assert pool.num_waiting == 2
+    assert pool.on_event(Updated(1, 1, 9.0)) == [Send(0, 1), Send(1, 1)]
+
+
+def test_a_request_with_which_an_engine_is_lost_twice_is_not_asked_there_again():
+    pool = serving(4)
+    ask(pool, 0)
+    assert pool.on_event(lost(0)) == [Update(0, 1)]
+    assert pool.on_event(Updated(0, 1, 9.0)) == [Send(0, 0)]
+    assert pool.on_event(lost(0)) == [Update(0, 1), Refuse(0)]
+
+
+def test_an_engine_that_cannot_be_brought_back_has_failed_and_what_waited_for_it_is_refused():
+    pool = serving(4)
+    ask(pool, 0)
+    pool.on_event(lost(0))
+    assert pool.on_event(UpdateFailed(0, "lost 4 times in a row", False, 9.0)) == [Refuse(0)]
+    assert states(pool) == [MemberState.FAILED]
+
+
+def test_an_engine_that_is_lost_in_an_update_is_updated_again():
+    pool = serving(4, 4)
+    pool.on_event(VersionWanted(2))
+    assert pool.on_event(UpdateFailed(0, "it hangs", False, 2.0, lost=True)) == [Update(0, 2)]
+    assert states(pool) == [MemberState.LOST, MemberState.SERVING]
+
+
+def test_an_engine_that_is_lost_before_a_version_that_cannot_be_reached_comes_back_with_its_own():
+    pool = serving(4, 4)
+    pool.on_event(VersionWanted(9))
+    ask(pool, 0)
+    assert pool.on_event(lost(0)) == [Send(0, 1)]
+    assert pool.on_event(UpdateFailed(0, "no such version", True, 2.0)) == [Update(0, 1)]
+    pool.on_event(Updated(0, 1, 3.0))
+    assert states(pool) == [MemberState.SERVING] * 2
+
+
+def test_a_pool_with_an_engine_that_comes_back_goes_on_when_the_others_are_quarantined():
+    pool = serving(4, 4)
+    ask(pool, 0)
+    pool.on_event(lost(0))
+    pool.on_event(measured((1, 0, 100, 9.0)))
+    assert states(pool) == [MemberState.LOST, MemberState.QUARANTINED]
+    assert ask(pool, 1) is None
+    assert pool.on_event(Updated(0, 1, 3.0)) == [Send(1, 0)]
+
+
 def test_an_engine_that_lags_serves_those_who_take_its_version_and_is_sent_no_others():
     pool = serving(4, 4)
     pool.on_event(VersionWanted(2))
@@ -236,6 +304,7 @@ class FaultSchedules(RuleBasedStateMachine):
         self.pool = dispatcher(*(2,) * self.NUM, bound=0.1, tokens=10)
         self.now_s, self.num_asked = 0.0, 0
         self.running, self.waiting, self.broke_on, self.needs = {}, set(), {}, {}
+        self.lost_on = {}
         self.updating, self.held, self.quarantined, self.newest = {}, {}, set(), 0
 
     def take(self, actions):
@@ -271,6 +340,7 @@ class FaultSchedules(RuleBasedStateMachine):
         ticket, self.num_asked = self.num_asked, self.num_asked + 1
         self.waiting.add(ticket)
         self.broke_on[ticket], self.needs[ticket] = set(), max(0, self.newest - behind)
+        self.lost_on[ticket] = set()
         self.take(self.pool.on_event(Asked(ticket, f"e{episode}", self.needs[ticket], self.now_s)))
 
     @precondition(lambda self: self.running)
@@ -289,6 +359,18 @@ class FaultSchedules(RuleBasedStateMachine):
         self.waiting.add(ticket)
         self.take(self.pool.on_event(Broke(ticket, "broke", self.now_s)))
 
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def its_engine_is_lost(self, data):
+        """With all that it had; who had it says so one after the other."""
+        lost = data.draw(st.sampled_from(sorted(set(self.running.values()))))
+        for ticket in [ticket for ticket, engine in self.running.items() if engine == lost]:
+            del self.running[ticket]
+            (self.broke_on if lost in self.lost_on[ticket] else self.lost_on)[ticket].add(lost)
+            self.waiting.add(ticket)
+            self.take(self.pool.on_event(Broke(ticket, "lost", self.now_s, lost=True)))
+        assert lost in self.quarantined or lost in self.updating
+
     @precondition(lambda self: self.running or self.waiting)
     @rule(data=st.data())
     def its_caller_goes_away(self, data):
@@ -303,7 +385,7 @@ class FaultSchedules(RuleBasedStateMachine):
         self.take(self.pool.on_event(VersionWanted(self.newest)))
 
     @precondition(lambda self: self.updating)
-    @rule(data=st.data(), end=st.sampled_from(["held", "unreachable", "broke"]))
+    @rule(data=st.data(), end=st.sampled_from(["held", "unreachable", "broke", "lost"]))
     def an_update_ends(self, data, end):
         engine = data.draw(st.sampled_from(sorted(self.updating)))
         version = self.updating.pop(engine)
@@ -311,7 +393,7 @@ class FaultSchedules(RuleBasedStateMachine):
             self.held[engine] = version
             self.take(self.pool.on_event(Updated(engine, version, self.now_s)))
         else:
-            failed = UpdateFailed(engine, end, end == "unreachable", self.now_s)
+            failed = UpdateFailed(engine, end, end == "unreachable", self.now_s, lost=end == "lost")
             self.take(self.pool.on_event(failed))
 
     @precondition(lambda self: len(self.quarantined) < self.NUM - 1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.engine_contract import TOKEN_BYTES, VOCAB, ask, published
 
-from everlong.contracts.errors import EngineError, StaleWeights
+from everlong.contracts.errors import EngineError, EngineLost, StaleWeights
 from everlong.contracts.records import EngineMismatch, FinishReason, GenerateRequest, MemberState, SamplingKey
 from everlong.engines.config import EmbeddedConfig, PoolConfig
 from everlong.engines.pool import pool as pool_module
@@ -116,6 +116,46 @@ async def test_no_request_of_an_engine_that_dies_is_lost(make):
     assert engines_of(replies) == [1] * 8
     states = [member.state for member in await pool.judge(())]
     assert states == [MemberState.FAILED, MemberState.SERVING]
+
+
+class Losable(ScriptedEngine):
+    """Loses what it has when told, and comes back by an update when it is let."""
+
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        self.gone, self.back = asyncio.Event(), asyncio.Event()
+        self.back.set()
+
+    async def generate(self, request):
+        answering = asyncio.ensure_future(super().generate(request))
+        gone = asyncio.ensure_future(self.gone.wait())
+        await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if answering.done():
+            return answering.result()
+        answering.cancel()
+        raise EngineLost("it hangs")
+
+    async def update(self, policy_version):
+        await self.back.wait()
+        self.gone.clear()
+        return await super().update(policy_version)
+
+
+async def test_what_a_lost_engine_had_is_answered_by_another_and_it_comes_back_with_its_version(make):
+    pool = make(Losable, ScriptedEngine)
+    await pool.update(3)
+    pool.members[0].inject(*[Fault.STALL] * 4)
+    tasks = [asyncio.create_task(pool.generate(of_episode(n))) for n in range(8)]
+    await until(pool, lambda status: status.num_running == 4)
+    pool.members[0].back.clear()
+    pool.members[0].gone.set()
+    assert engines_of(await asyncio.gather(*tasks)) == [1] * 8
+    assert (await pool.status()).trouble == "engine 0-embedded of the pool is lost: it hangs"
+    assert (await pool.judge(()))[0].state is MemberState.LOST
+    pool.members[0].back.set()
+    await until(pool, lambda status: not status.trouble)
+    assert (await pool.judge(()))[0].state is MemberState.SERVING
 
 
 async def test_a_request_that_fails_everywhere_fails_with_what_the_last_engine_said(make):

@@ -105,6 +105,17 @@ def trainer_logprobs(request, columns):
     )
 
 
+async def test_the_logprob_of_every_kept_id_is_recorded_where_somebody_asks(reader):
+    asked, *others = await answer(engine_of(reader), ask(kept_logprobs=True), *neighbours(6))
+    plain = (await answer(engine_of(reader), ask()))[0]
+    assert plain.kept.logprobs is None and all(columns.kept.logprobs is None for columns in others)
+    assert asked.ids.tolist() == plain.ids.tolist()
+    for token, id in enumerate(asked.ids.tolist()):
+        row = asked.kept.slice(token, token + 1)
+        assert np.exp(row.logprobs.astype(np.float64)).sum() == pytest.approx(1, abs=1e-5)
+        assert row.logprobs[row.ids == id] == asked.logprobs[token], "to the bit"
+
+
 @pytest.mark.parametrize(
     "settings",
     [

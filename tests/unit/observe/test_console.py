@@ -55,6 +55,18 @@ def test_a_batch_that_taught_nothing_says_so(values: dict[str, float], said: str
     assert text.getvalue() == f"batch  1/10  {said}reward 1.000\n"
 
 
+def test_who_got_no_slot_is_said() -> None:
+    text = io.StringIO()
+    sink = ConsoleSink(10, console=Console(file=text, force_terminal=False, width=200))
+    sink.log("batch", 0, {"groups_postponed": 2.0, "reason/never_began": 3.0})
+    sink.log("eval", 1, {"success": 1.0, "episodes": 2.0, "without_verdict": 4.0, "reason/never_began": 3.0})
+    sink.log("eval", 2, {"episodes": 0.0, "without_verdict": 4.0, "reason/never_began": 3.0})
+    batch, some, none = text.getvalue().splitlines()
+    assert batch == "batch  1/10  left to the next batch, since no slot was free: 2 groups  never_began 3"
+    assert some.endswith("of 2 episodes, 4 without verdict (3 of them never began)")
+    assert none.endswith("no verdict in 4 episodes (3 of them never began)")
+
+
 def test_warm_up_shares_lines_and_has_a_pace_of_its_own() -> None:
     text, clock = io.StringIO(), Clock()
     console = Console(file=text, width=80, force_terminal=False)

@@ -88,6 +88,14 @@ def test_report_asks_nobody_for_anything_and_fits_a_phone(tmp_path: Path) -> Non
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
 
 
+def test_what_a_reader_must_know_first_stands_first(tmp_path: Path) -> None:
+    page = Page(
+        write_report(tmp_path, summary=SUMMARY, balance={}, warning=["not one token", "give <more> time"]).read_text()
+    )
+    assert page.text.index("not one token") < page.text.index("give <more> time") < page.text.index("What was trained")
+    assert ("p", {"class": "warning"}) in page.tags
+
+
 def test_report_of_a_run_that_has_nothing_yet_says_so(tmp_path: Path) -> None:
     text = Page(write_report(tmp_path, summary={}, balance={}).read_text()).text
     for sentence in ("Nothing was measured yet.", "No evaluation was done yet.", "No timing was measured yet."):

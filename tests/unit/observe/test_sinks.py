@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from everlong.observe import FanOut, JsonlSink, MemorySink, read_points
+from everlong.observe import FanOut, JsonlSink, MemorySink, read_points, read_rows
 
 
 def where(points: list) -> list[tuple[str, int, dict[str, float]]]:
@@ -80,3 +80,20 @@ def test_failing_sink_keeps_no_point_from_the_others() -> None:
     with pytest.raises(OSError, match="disk full"):
         FanOut(Failing(), memory).log("batch", 0, {"x": 1.0})
     assert where(memory.points) == [("batch", 0, {"x": 1.0})]
+
+
+def test_a_batch_that_was_trained_again_keeps_what_was_measured_the_first_time() -> None:
+    sink = MemorySink()
+    sink.log("batch", 0, {"idle": 0.25, "engine/running": 2.0, "loss": 1.0, "seconds/training": 3.0, "reward": 0.5})
+    sink.log("batch", 1, {"idle": 0.5})
+    sink.log("batch", 0, {"loss": 1.5, "seconds/training": 9.0, "seconds/scoring": 1.0, "reward": math.nan})
+    sink.log("eval", 0, {"success": 1.0})
+    again = {
+        "idle": 0.25,
+        "engine/running": 2.0,
+        "loss": 1.5,
+        "seconds/training": 3.0,
+        "seconds/scoring": 1.0,
+        "reward": 0.5,
+    }
+    assert read_rows(sink.points, "batch") == {0: again, 1: {"idle": 0.5}}

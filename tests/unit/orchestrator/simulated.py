@@ -17,6 +17,7 @@ from everlong.orchestrator.config import WarmupConfig
 from everlong.orchestrator.events import (
     BatchDone,
     CancelEpisode,
+    DropGroup,
     EngineUpdated,
     EpisodeEnded,
     EvalRecorded,
@@ -52,6 +53,7 @@ class Alive:
     """Of the end that is planned: a pause makes another one."""
     versions: set[int] = field(default_factory=set)
     """Of the tokens that it sampled."""
+    began_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,11 @@ class Simulation:
         self.opened: dict[int, int] = dict((progress or Progress()).open_groups)
         """The engine's version when a training group was first seen."""
         self.log: list[object] = []
-        self._cancelled: set[str] = set()
+        self._cancelled: dict[str, Reason] = {}
+        self.ends: dict[str, Reason] = {}
+        """Of every episode that ended in this simulation."""
+        self.cancelled_at_once: set[str] = set()
+        """Episodes that were cancelled in the moment in which they began."""
         self._agenda: list[tuple[float, int, object]] = []
         self._numbers = itertools.count()
         self._feed(Started(0.0))
@@ -157,7 +163,7 @@ class Simulation:
         match event:
             case ("end", name, ticket):
                 if name in self.alive and self.alive[name].ticket == ticket:
-                    self._end(name, Reason.DEADLINE if name in self._cancelled else Reason.DONE)
+                    self._end(name, self._cancelled.get(name, Reason.DONE))
                 return
             case BatchDone():
                 self.version = event.batch + 1
@@ -189,9 +195,13 @@ class Simulation:
             case RunEpisode():
                 self._begin(action.order)
             case CancelEpisode():
-                self._cancelled.add(action.episode)
+                self._cancelled[action.episode] = action.reason
+                if self.alive[action.episode].began_s == self.now_s:
+                    self.cancelled_at_once.add(action.episode)
                 self.alive[action.episode].ticket += 1
                 self._plan(0.0, ("end", action.episode, self.alive[action.episode].ticket))
+            case DropGroup():
+                pass
             case PauseSampling():
                 for one in self.alive.values():
                     self._move(one)
@@ -235,7 +245,7 @@ class Simulation:
         self.started.append(order)
         if order.purpose is Purpose.TRAIN:
             self.opened.setdefault(order.group, self.held)
-        one = self.alive[order.episode] = Alive(order, self.duration_s(order), None)
+        one = self.alive[order.episode] = Alive(order, self.duration_s(order), None, began_s=self.now_s)
         if not self.paused:
             self._go(one)
 
@@ -256,5 +266,5 @@ class Simulation:
 
     def _end(self, name: str, reason: Reason) -> None:
         one = self.alive.pop(name)
-        self.versions[name] = one.versions
+        self.versions[name], self.ends[name] = one.versions, reason
         self._feed(EpisodeEnded(self.now_s, one.order, reason, 1.0 if reason is Reason.DONE else None))

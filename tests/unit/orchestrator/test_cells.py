@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import gc
+import logging
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ import pytest
 from everlong.contracts.errors import StaleWeights, WorkerDied, WorkerError
 from everlong.contracts.records import EngineStatus, GenerateRequest, SamplingKey, SamplingParams
 from everlong.orchestrator.cells.frames import error_of, failure_of
+from everlong.orchestrator.cells.heartbeat import Heartbeat
 from everlong.orchestrator.cells.supervisor import WorkerProcess
 
 FACTORY = """
@@ -99,8 +101,65 @@ async def test_a_killed_worker_fails_waiting_and_later_calls_instead_of_hanging(
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match="died while the call was waiting"):
         await asyncio.wait_for(waiting, 5)
-    with pytest.raises(WorkerDied, match="resume"):
+    with pytest.raises(WorkerDied, match="the worker is gone$"):
         await worker.engine.status()
+
+
+class Told(logging.Handler):
+    """What is logged, as it comes."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = asyncio.Queue()
+
+    def emit(self, record):
+        self.lines.put_nowait(record.getMessage())
+
+
+@pytest.fixture
+def told():
+    handler, logger = Told(), logging.getLogger("everlong.orchestrator.cells.heartbeat")
+    logger.addHandler(handler)
+    yield handler.lines
+    logger.removeHandler(handler)
+
+
+async def test_a_stopped_worker_is_named_with_what_to_do_and_a_long_turn_is_no_silence(tmp_path, monkeypatch, told):
+    """Waits for a silence and for a turn that is longer."""
+    monkeypatch.setattr("everlong.orchestrator.cells.remote.BEAT_S", 0.02)
+    monkeypatch.setattr("everlong.orchestrator.cells.heartbeat.SILENT_S", 1.0)
+    (tmp_path / "cell_factory_for_test.py").write_text(textwrap.dedent(FACTORY))
+    (tmp_path / "config").write_text("ok")
+    worker = await WorkerProcess.start(
+        factory="cell_factory_for_test:build",
+        config=tmp_path / "config",
+        run_folder=tmp_path,
+        environment={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        name="engine",
+    )
+    turn = asyncio.create_task(worker.engine.generate(request("hang")))
+    await asyncio.wait({turn}, timeout=1.5)
+    assert told.empty() and not turn.done()
+    os.kill(worker.pid, signal.SIGSTOP)
+    silent = await told.get()
+    assert silent.startswith(f"nothing was heard from the engine process (pid {worker.pid}) for 1 s")
+    assert f"kill -CONT {worker.pid}" in silent and f"everlong resume {tmp_path}" in silent
+    assert str(tmp_path / "engine.log") in silent
+    os.kill(worker.pid, signal.SIGCONT)
+    assert await told.get() == f"the engine process (pid {worker.pid}) answers again"
+    turn.cancel()
+    await worker.close()
+
+
+def test_silence_is_counted_in_beats_and_said_once(caplog):
+    heartbeat = Heartbeat("the engine process (pid 7)", "look at it")
+    beats = [*[False] * 5, True, *[False] * 8, True, True]
+    for each in beats:
+        heartbeat.beat(each, 10.0)
+    assert caplog.messages == [
+        "nothing was heard from the engine process (pid 7) for 60 s: look at it",
+        "the engine process (pid 7) answers again",
+    ]
 
 
 async def test_a_factory_that_refuses_its_config_says_so_in_the_control_process(tmp_path):

@@ -154,6 +154,24 @@ async def test_a_member_that_is_late_is_masked_and_its_batch_is_trained(opened):
     assert world.scheduler.deadlines == 1
 
 
+async def test_members_and_groups_that_got_no_slot_before_the_deadline_are_said_apart(opened):
+    async def outcome(order):
+        if (order.group, order.attempt) == (0, 1):
+            await asyncio.sleep(3600)
+        return Reason.DONE, rewarded(order)
+
+    world = opened(outcome, max_running=1, batch_deadline_s=10, late_after=1)
+    await world.run()
+    assert world.report().ended == {
+        "cancelled": {"deadline": 1, "never_began": 2},
+        "discarded": {"too_few_verdicts": 1},
+        "trained": {"done": 8},
+    }
+    assert [batch.groups for batch in world.writer.lifecycle.batches.values()] == [(0,), (1, 2)]
+    rows = [point.values for point in world.metrics.points if point.axis == "batch"]
+    assert [(row.get("reason/never_began", 0), row["groups_postponed"]) for row in rows] == [(2, 1), (0, 0)]
+
+
 async def deaf():
     while True:
         try:  # noqa: SIM105

@@ -18,7 +18,7 @@ from everlong.ledger import (
 from everlong.orchestrator.batches import BatchMaker
 from everlong.orchestrator.outcomes import eval_outcome, replaced_outcome, train_outcomes
 from everlong.trajectories.admission import AdmissionConfig
-from everlong.trajectories.credit import CreditConfig
+from everlong.trajectories.credit import GroupMeanConfig
 from everlong.trajectories.packing import PackingConfig
 
 TURN = Turn(
@@ -66,7 +66,7 @@ def world(purpose):
 
 def test_a_trained_episode_keeps_the_reason_of_a_call_that_was_cut_off():
     lifecycle, episodes = world(Purpose.TRAIN)
-    _, packed = BatchMaker(CreditConfig(), AdmissionConfig(), PackingConfig(), 0).make(0, {0: episodes})
+    _, packed = BatchMaker(GroupMeanConfig(), AdmissionConfig(), PackingConfig(), 0).make(0, {0: episodes})
     ends = train_outcomes(episodes, packed.outcomes, lifecycle.episodes)
     assert [(end.trained, end.discarded) for end in ends] == [(1, {}), (1, {"aborted": 4})]
     lifecycle.apply(BatchClosed(batch=0, groups=(0,)), BatchTrained(batch=0, policy_version=1), *ends)

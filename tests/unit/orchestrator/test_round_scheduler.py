@@ -280,12 +280,43 @@ def test_at_its_deadline_an_evaluation_is_recorded_without_who_is_late_and_the_r
     assert world.scheduler.wake_at_s == 10.0 and world.scheduler.deadlines == 0, "no deadline of a batch was met"
 
 
-def test_episodes_that_never_started_do_not_hold_the_deadline_back():
-    world = World(make(num_batches=1, group_size=4, max_running=2, batch_deadline_s=10.0))
+def test_at_the_deadline_a_group_of_which_nobody_had_begun_is_left_to_the_next_batch():
+    world = World(make(num_batches=2, group_size=4, max_running=2, batch_deadline_s=10.0))
+    world.feed(Tick(10.0))
+    cancelled = [(a.episode, a.reason) for a in world.log if isinstance(a, CancelEpisode)]
+    never, late = Reason.NEVER_BEGAN, Reason.DEADLINE
+    assert cancelled == [
+        (f"train-000000-00{place}", why) for place, why in [(2, never), (3, never), (0, late), (1, late)]
+    ]
+    for order in world.orders[:]:
+        world.end(order, now=10.0, reason=Reason.DEADLINE, reward=None)
+    closed = [a for a in world.log if isinstance(a, TrainGroups)]
+    assert [(a.groups, a.deadlines, a.postponed) for a in closed] == [((0,), 1, 3)]
+    world.drain()
+    assert [a.groups for a in world.log if isinstance(a, TrainGroups)] == [(0,), (1, 2, 3, 4)]
+
+
+def test_a_group_that_had_begun_before_a_crash_is_closed_with_its_batch():
+    progress = Progress(incarnations={"train-000001-000": 1})
+    world = World(make(progress, num_batches=1, max_running=1, batch_deadline_s=10.0))
     world.feed(Tick(10.0))
     for order in world.orders[:]:
         world.end(order, now=10.0, reason=Reason.DEADLINE, reward=None)
-    assert [a.groups for a in world.log if isinstance(a, TrainGroups)] == [(0, 1, 2, 3)]
+    assert [(a.groups, a.postponed) for a in world.log if isinstance(a, TrainGroups)] == [((0, 1), 2)]
+
+
+def test_a_group_of_which_nobody_had_begun_is_not_replaced():
+    late = {"batch_deadline_s": 10.0, "on_deadline": "replace"}
+    world = World(make(num_batches=1, group_size=2, max_running=2, **late))
+    stuck = world.orders[:]
+    world.feed(Tick(10.0))
+    assert [a.group for a in world.log if isinstance(a, DropGroup)] == [0]
+    assert world.scheduler.wake_at_s is None, "those that were cancelled hold the slots: nobody's time runs"
+    for order in stuck:
+        world.end(order, now=25.0, reason=Reason.DEADLINE, reward=None)
+    assert world.scheduler.wake_at_s == 35.0
+    world.drain()
+    assert [a.groups for a in world.log if isinstance(a, TrainGroups)] == [(1, 2, 3, 4)]
 
 
 def test_failures_of_ours_in_a_row_stop_the_run_with_the_original_traceback():

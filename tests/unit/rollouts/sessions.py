@@ -66,7 +66,7 @@ class BareRenderer:
     def bridge(self, last_sampled, messages):
         return self.render(messages)
 
-    def parse(self, ids, turn, *, cut=False):
+    def parse(self, ids, turn, *, cut=False, calls=True):
         return ParsedTurn(content=self.tokenizer.decode(ids))
 
     def thinking(self, ids):

@@ -10,12 +10,14 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
+from tests.unit.rollouts.clients import body_of
 
 from everlong.contracts.records import FinishReason
 from everlong.rollouts.gateway.dialects.chat_completions import ChatCompletions
 from everlong.rollouts.gateway.dialects.dialect import Answer, ChatRequest, Dialect
 from everlong.rollouts.gateway.dialects.messages import Messages
 from everlong.rollouts.gateway.dialects.responses import Responses
+from everlong.rollouts.gateway.keys import Entry
 from everlong.rollouts.gateway.refusals import Refusal
 from everlong.rollouts.gateway.session import ChatReply
 from everlong.rollouts.gateway.transcripts import canonical
@@ -300,6 +302,80 @@ def test_a_body_that_cannot_be_served_is_refused_by_name(name: str, what: str):
 def test_a_body_that_is_no_json_object_is_refused(name: str, body: bytes):
     with pytest.raises(Refusal, match="JSON"):
         DIALECTS[name].parse(body)
+
+
+def transcript(name: str, messages: list[Message]) -> tuple[Message, ...]:
+    return Entry("key").transcript(DIALECTS[name].parse(body_of(name, messages)))
+
+
+def calling(*idents: str) -> Message:
+    return Message(role="assistant", tool_calls=tuple(ToolCall(id=ident, name="bash") for ident in idents))
+
+
+def result(ident: str) -> Message:
+    return Message(role="tool", content="ok", call_id=ident)
+
+
+ASKED = Message(role="user", content="x")
+UNPAIRED = {
+    "a result of nobody's call": ([ASKED, result("c9")], "'c9'"),
+    "a result of another call": ([ASKED, calling("c1"), result("c1"), result("c9")], "'c9'"),
+    "a result of an earlier call": (
+        [ASKED, calling("c1"), result("c1"), Message(role="assistant", content="so"), result("c1")],
+        "'c1'",
+    ),
+    "a call without its result": ([ASKED, calling("c1", "c2"), result("c1")], r"'c2' \(bash\)"),
+    "words instead of a result": ([ASKED, calling("c1"), ASKED], "'c1'"),
+    "a call and an answer": ([ASKED, calling("c1"), ASKED, Message(role="assistant", content="so"), ASKED], "'c1'"),
+}
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("what", UNPAIRED)
+def test_calls_and_results_that_are_not_each_others_are_refused_by_id(name: str, what: str):
+    messages, ident = UNPAIRED[what]
+    with pytest.raises(Refusal, match=ident) as caught:
+        transcript(name, messages)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_results_in_any_order_and_a_last_answer_repeated_are_taken(name: str):
+    paired = [ASKED, calling("c1", "c2"), result("c2"), result("c1"), calling("c1"), result("c1")]
+    assert len(transcript(name, paired)) == len(paired)
+    assert transcript(name, [ASKED, calling("c1")])[-1].role == "assistant"
+
+
+def test_results_without_ids_go_by_their_order():
+    call = {"function": {"name": "bash"}}
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "ok"}]
+    request = DIALECTS["chat"].parse(json.dumps({"messages": messages}).encode())
+    assert len(Entry("key").transcript(request)) == 3
+
+
+NO_CALLS = {
+    "chat": {"messages": [USER], "tool_choice": "none"},
+    "responses": {"input": "x", "tool_choice": "none"},
+    "messages": {"messages": [USER], "tool_choice": {"type": "none"}},
+}
+ONE_TOOL = {
+    "chat": {"type": "function", "function": {"name": "bash"}},
+    "responses": {"type": "function", "name": "bash"},
+    "messages": {"name": "bash", "input_schema": {"type": "object"}},
+}
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_who_offers_no_tools_or_wants_none_called_gets_no_calls(name: str):
+    def asked(**body: object):
+        return DIALECTS[name].parse(json.dumps(body).encode())
+
+    tools, refusing = [ONE_TOOL[name]], NO_CALLS[name]
+    free = {key: value for key, value in refusing.items() if key != "tool_choice"}
+    assert asked(**free, tools=tools).may_call
+    assert not asked(**free).may_call and not asked(**free, tools=[]).may_call
+    wants_none = asked(**refusing, tools=tools)
+    assert not wants_none.may_call and wants_none.tools == asked(**free, tools=tools).tools, "the prompt stays the same"
 
 
 def test_a_refusal_has_the_shape_of_its_dialect():

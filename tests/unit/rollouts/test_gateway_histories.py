@@ -168,7 +168,8 @@ def test_an_agent_that_rewrites_its_history_forks_and_loses_nothing(dialect, pla
         seen = spoken[: len(spoken) - len(new)]
         told = [n for n, message in enumerate(seen) if message.role in ("user", "assistant")]
         edited = told[place % len(told)]
-        spoken[edited] = Message(role=spoken[edited].role, content="otherwise")
+        was = spoken[edited]
+        spoken[edited] = Message(role=was.role, content="otherwise", tool_calls=was.tool_calls)
         kept = sum(1 for message in spoken[:edited] if message.role == "assistant")
         await world.ask(dialect, spoken)
         last = world.session.turns[-1]

@@ -106,5 +106,5 @@ async def test_an_oracle_that_outlasts_the_time_to_live_is_a_sandbox_error(task:
 class _FirstCommandIsText(ChatML):
     """A syntax in which calls cannot be told from text."""
 
-    def parse(self, ids, turn, *, cut=False):
+    def parse(self, ids, turn, *, cut=False, calls=True):
         return super().parse([ord("x"), *ids], turn, cut=cut)

@@ -205,3 +205,17 @@ def _file(path: Path) -> FileTokenizer:
     if path not in _FILES:
         _FILES[path] = FileTokenizer(path)
     return _FILES[path]
+
+
+@pytest.mark.parametrize(
+    ("syntax", "said"),
+    [
+        ("dollar", "$ ls"),
+        ("dollar", "$"),
+        ("hermes", '<tool_call>\n{"name": "bash"}\n</tool_call>'),
+        ("hermes", "<tool_call>"),
+    ],
+)
+def test_where_no_calls_are_wanted_what_reads_like_one_is_text(syntax, said):
+    parsed = ChatML(BYTES, syntax).parse(BYTES.encode(f"<think>hm</think> {said}\n"), 0, calls=False)
+    assert (parsed.content, parsed.reasoning, parsed.tool_calls, parsed.malformed) == (said, "hm", (), False)

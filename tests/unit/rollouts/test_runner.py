@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 
 from everlong.contracts.errors import LedgerError, Reason, SandboxError, WorkerDied, WorkerError
 from everlong.contracts.ports import Command, ExecResult
-from everlong.contracts.records import Episode, EpisodeOrder, GenerateRequest, Purpose, SamplingParams
+from everlong.contracts.records import Episode, EpisodeOrder, GenerateRequest, Purpose, SamplingParams, Verdict
 from everlong.engines.scripted import Fault, ScriptedEngine
+from everlong.environments.grading.grader import Grader, Submission, verifier
 from everlong.environments.sandboxes.scripted import ScriptedBackend, ScriptedSandbox, interpret
 from everlong.environments.tasks.harbor import HarborTask, read_task
 from everlong.environments.tasks.terminal.generate import make_terminal
@@ -67,6 +69,7 @@ class World:
     verifier_times_out: bool = False
     faults: tuple[Fault, ...] = ()
     harness: Harness | None = None
+    grader: Grader = verifier
     max_turns: int = 8
     max_context: int = 3000
     agent_timeout_s: float = 30.0
@@ -105,6 +108,7 @@ class World:
             ),
             journal=self.journal,
             ttl_s=self.ttl_s,
+            grader=self.grader,
         )
         episode = await runner.run(self.order)
         assert not self.backend.sandboxes, "every sandbox is closed, whatever happened"
@@ -172,6 +176,21 @@ class Returns:
         return self.value  # ty: ignore[invalid-return-type]
 
 
+class InThread:
+    """Waits for a thread of its own that raises."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    async def run(self, task, session, sandbox) -> Reason:
+        await session.chat([Message(role="user", content="u")])
+        await asyncio.to_thread(self.fail)
+        return Reason.DONE
+
+    def fail(self) -> None:
+        raise self.error
+
+
 class Silent:
     async def run(self, task, session, sandbox) -> Reason:
         return Reason.DONE
@@ -180,6 +199,10 @@ class Silent:
 def dying(sandbox: ScriptedSandbox, command: Command) -> ExecResult:
     sandbox.die()
     raise SandboxError("the machine is gone")
+
+
+async def exits(submission: Submission) -> Verdict:
+    sys.exit(0)
 
 
 ENDINGS: dict[str, tuple[dict, Reason, float | None]] = {
@@ -194,6 +217,11 @@ ENDINGS: dict[str, tuple[dict, Reason, float | None]] = {
     "a harness's own cancelled task": ({"harness": Cancels()}, Reason.HARNESS_CRASH, None),
     "a harness without a return": ({"harness": Returns(None)}, Reason.HARNESS_CRASH, None),
     "a harness that returns a word": ({"harness": Returns("done")}, Reason.HARNESS_CRASH, None),
+    "a harness that exits": ({"harness": Raises(SystemExit(0))}, Reason.HARNESS_CRASH, None),
+    "a harness that interrupts": ({"harness": Raises(KeyboardInterrupt())}, Reason.HARNESS_CRASH, None),
+    "a harness with an error of no kind": ({"harness": Raises(BaseException("odd"))}, Reason.HARNESS_CRASH, None),
+    "a harness whose thread exits": ({"harness": InThread(SystemExit(0))}, Reason.HARNESS_CRASH, None),
+    "a grader that exits": ({"grader": exits}, Reason.VERIFIER_CRASH, None),
     "half a character in a traceback": ({"harness": Raises(KeyError("\ud800"))}, Reason.HARNESS_CRASH, None),
     "out of turns in a task group": (
         {"harness": InGroup(HarnessConfig()), "answers": ("$ echo hi",), "max_turns": 2},
@@ -222,7 +250,7 @@ async def test_an_episode_ends_with_the_reason_of_its_end(ending: str, task: Har
     assert episode.reason.trustworthy == (reward is not None)
     assert (episode.verdict.reward is None) == (reward is None)
     ours = {Reason.SANDBOX_CRASH, Reason.ENGINE_FAILURE, Reason.HARNESS_CRASH}
-    assert bool(episode.error) == (reason in ours), "a failure of ours keeps its traceback"
+    assert bool(episode.error) == (reason in ours or "grader" in settings), "a failure of ours keeps its traceback"
 
 
 def test_the_ways_to_be_cut_off_are_told_apart():

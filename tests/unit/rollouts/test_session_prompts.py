@@ -114,6 +114,21 @@ async def test_a_call_that_was_cut_at_the_limit_is_no_call_and_is_counted():
     assert session.num_cut_calls == 2
 
 
+async def test_a_turn_remembers_a_call_that_cannot_be_read_and_not_one_that_was_cut():
+    session = make_session(scripted("$", "<tool_call>{no json}</tool_call>", "done"), ChatML(BYTES, "dollar"))
+    first = await session.chat([user("u")])
+    await session.chat([user("u"), first.message, user("again")])
+    assert [turn.malformed for turn in session.turns] == [True, False], "the other syntax is text to this one"
+    session = make_session(
+        scripted("<tool_call>{no json}</tool_call>", "done"), ChatML(BYTES, "hermes"), max_tokens=200
+    )
+    first = await session.chat([user("u")])
+    await session.chat([user("u"), first.message, user("again")])
+    assert [turn.malformed for turn in session.turns] == [True, False]
+    session = make_session(scripted("$ rm -rf /tmp/x"), ChatML(BYTES), max_tokens=8)
+    assert (await session.chat([user("u")])).malformed and not session.turns[0].malformed
+
+
 async def test_a_whole_call_in_a_turn_that_was_cut_behind_it_is_one():
     session = make_session(scripted(HERMES + "<tool_call>" + "x" * 99), ChatML(BYTES, "hermes"), max_tokens=110)
     reply = await session.chat([user("u")])

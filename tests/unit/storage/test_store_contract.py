@@ -44,8 +44,15 @@ def test_what_the_system_refused_is_told_with_what_to_do(tmp_path: Path) -> None
 
 
 def test_unknown_scheme_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(ValueError, match=r"no store for 'ftp://x/y': give a folder.*s3://"):
+    with pytest.raises(ValueError, match=r"no store for 'ftp://x/y': give a folder.*s3://") as refusal:
         open_store("ftp://x/y")
+    assert "memory" not in str(refusal.value), "no run can use that"
+
+
+@pytest.mark.parametrize("url", ["s3://", "gs:///path", "az://"])
+def test_a_url_without_a_bucket_is_refused_with_the_form(url: str) -> None:
+    with pytest.raises(ValueError, match=f"names a bucket, {url[:2]}://BUCKET or .*, got '{url}'"):
+        open_store(url)
 
 
 @pytest.mark.parametrize("url", ["s3://key:hush@bucket/run", "az://bucket/run?sig=hush", "gs://bucket#hush"])

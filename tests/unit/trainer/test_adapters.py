@@ -145,6 +145,17 @@ async def test_a_resumed_run_equals_the_undisturbed_one():
     assert (await first.save()).fingerprint == (await again.save()).fingerprint
 
 
+async def test_published_adapters_above_other_frozen_weights_are_not_taken_up():
+    store = open_store("memory://")
+    await trainer_of(adapted(), store).publish()
+    other = tiny()
+    with torch.no_grad():
+        next(iter(other.named_weights().values())).mul_(2.0)
+    other.adapt(LORA, None)
+    with pytest.raises(ValueError, match="policy version 0 .* on other frozen weights: restore the model"):
+        await trainer_of(other, store).reconcile()
+
+
 async def test_a_checkpoint_above_other_frozen_weights_is_refused():
     store = open_store("memory://")
     await trainer_of(adapted(), store).save()

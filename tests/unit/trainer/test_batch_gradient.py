@@ -89,7 +89,8 @@ def reference_rotate(x):
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
 
 
-def reference_logits(weights, ids):
+def reference_hidden(weights, ids):
+    """[T, M] after the final norm, of one row of tokens."""
     x = weights["model.embed_tokens.weight"][ids]
     causal = torch.ones(len(ids), len(ids)).tril().bool()
     for layer in range(SHAPE.num_layers):
@@ -106,7 +107,11 @@ def reference_logits(weights, ids):
         y = reference_norm(x, w["post_attention_layernorm.weight"])
         gate, up = y @ w["mlp.gate_proj.weight"].T, y @ w["mlp.up_proj.weight"].T
         x = x + (gate * torch.sigmoid(gate) * up) @ w["mlp.down_proj.weight"].T
-    return reference_norm(x, weights["model.norm.weight"]) @ weights["model.embed_tokens.weight"].T
+    return reference_norm(x, weights["model.norm.weight"])
+
+
+def reference_logits(weights, ids):
+    return reference_hidden(weights, ids) @ weights["model.embed_tokens.weight"].T
 
 
 def reference_logprob(logits, columns, token):

@@ -461,6 +461,43 @@ async def test_publishing_the_same_version_again_gives_the_one_that_exists():
     assert (await resumed.publish()).base_version == 1
 
 
+async def test_a_master_that_rounds_to_the_published_weight_keeps_what_the_rounding_took():
+    store = open_store("memory://")
+    first = trainer_of(tiny(torch.bfloat16), store=store)
+    await first.train(some_batch(0))
+    await first.publish()
+    again = trainer_of(
+        tiny(torch.bfloat16), store=store, optimizer=AdamWConfig(learning_rate=1.01e-2, weight_decay=0.1)
+    )
+    await again.train(some_batch(0))
+    before = {name: value.clone() for name, value in again._optimizer.state().items()}
+    assert (await again.reconcile()).adopted
+    after, changed, kept = again._optimizer.state(), 0, 0
+    for name, weight in again._model.trained_weights().items():
+        old, new = before[f"master/{name}"], after[f"master/{name}"]
+        stays = old.bfloat16() == weight
+        assert torch.equal(new[stays], old[stays]) and torch.equal(new[~stays], weight[~stays].float())
+        kept, changed = kept + int((stays & (old != weight.float())).sum()), changed + int((~stays).sum())
+    assert kept > 0 and changed > 0
+    assert all(torch.equal(after[name], value) for name, value in before.items() if not name.startswith("master/"))
+
+
+async def test_aligned_numerics_take_no_other_bits_for_what_was_published():
+    store = open_store("memory://")
+    first = trainer_of(tiny(numerics=Numerics.ALIGNED), store=store)
+    await first.train(some_batch(0))
+    await first.publish()
+    model = tiny(numerics=Numerics.ALIGNED)
+    again = trainer_of(model, store=store, optimizer=AdamWConfig(learning_rate=2e-2))
+    await again.train(some_batch(0))
+    before = weights_of(model)
+    with pytest.raises(
+        ValueError, match="policy version 1 has the fingerprint .* same kind of CPU with the same number"
+    ):
+        await again.reconcile()
+    assert same(before, weights_of(model))
+
+
 async def test_an_exported_policy_loads_with_the_same_bits(tmp_path):
     model = tiny()
     trainer = trainer_of(model)

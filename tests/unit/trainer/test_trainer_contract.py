@@ -144,6 +144,30 @@ async def test_publishing_a_version_again_is_no_error(make, store):
     assert await again.publish() == first
 
 
+async def test_weights_that_are_what_was_published_or_have_no_version_stay(make, store):
+    trainer = await trained(make(store), 0)
+    saved = await trainer.save()
+    found = await trainer.reconcile()
+    assert (found.policy_version, found.trained, found.published, found.adopted) == (1, saved.fingerprint, None, False)
+    await trainer.publish()
+    found = await trainer.reconcile()
+    assert (found.trained, found.published, found.adopted) == (saved.fingerprint, saved.fingerprint, False)
+
+
+async def test_weights_that_came_out_otherwise_give_way_to_those_that_were_published(make, store):
+    published = await (await trained(make(store), 0)).publish()
+    again = make(store)
+    await again.train(batch_of(0, count=3))  # as if another machine had rounded otherwise
+    found = await again.reconcile()
+    assert found.adopted and found.published == published.fingerprint != found.trained
+    assert (await again.save()).fingerprint == published.fingerprint
+    assert (await again.publish()) == published
+    await again.train(batch_of(1))
+    after = await again.publish()
+    assert (after.version, after.base_version) == (2, 1)
+    assert fingerprint(WeightReader(store).read(2)) == after.fingerprint
+
+
 async def test_scores_are_absent_where_nothing_was_sampled(make, store):
     scored = await make(store).score(ScoreRequest(micro_batches=batch_of(0).micro_batches))
     assert scored.policy_version == 0

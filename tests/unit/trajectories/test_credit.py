@@ -6,13 +6,13 @@ import pytest
 from everlong.contracts.errors import Reason
 from everlong.contracts.records import MAX_REWARD, Episode, EpisodeOrder, FinishReason, Purpose, Turn, Verdict
 from everlong.contracts.tokens import TokenColumns
-from everlong.trajectories.credit import CreditConfig, score_group
+from everlong.trajectories.credit import GroupMeanConfig, score_group
 from everlong.trajectories.credit.overlong import NoPunishment, SoftPunishment, punishment
 
-GRPO = CreditConfig(scale="std_sample")
-POPULATION = CreditConfig(scale="std_population")
-DR_GRPO = CreditConfig(scale="none")
-RLOO = CreditConfig(scale="none", leave_one_out=True)
+GRPO = GroupMeanConfig(scale="std_sample")
+POPULATION = GroupMeanConfig(scale="std_population")
+DR_GRPO = GroupMeanConfig(scale="none")
+RLOO = GroupMeanConfig(scale="none", leave_one_out=True)
 
 
 def episode(attempt, reward, *, group=0, task="t", reason=Reason.DONE, num_turns=0):
@@ -83,13 +83,13 @@ def test_one_survivor_of_four_is_dropped_and_has_no_credit():
 def test_group_of_one_never_trains():
     assert scored([1], GRPO).discarded == "too_few_verdicts"
     with pytest.raises(ValueError):
-        CreditConfig(min_verdicts=1)
+        GroupMeanConfig(min_verdicts=1)
 
 
 def test_whether_one_lost_member_costs_the_group_is_a_setting():
     rewards = [1, 0, 1, 0, 1, 0, 1, None]
-    assert scored(rewards, CreditConfig()).discarded is None
-    assert scored(rewards, CreditConfig(min_verdicts=8)).discarded == "too_few_verdicts"
+    assert scored(rewards, GroupMeanConfig()).discarded is None
+    assert scored(rewards, GroupMeanConfig(min_verdicts=8)).discarded == "too_few_verdicts"
 
 
 def test_turns_are_no_members_of_the_group():
@@ -123,7 +123,7 @@ def test_reward_that_is_no_number_and_episode_that_comes_twice_are_refused():
 
 def test_leave_one_out_is_refused_with_a_deviation():
     with pytest.raises(ValueError, match="set scale to none, or leave_one_out to false"):
-        CreditConfig(scale="std_sample", leave_one_out=True)
+        GroupMeanConfig(scale="std_sample", leave_one_out=True)
 
 
 @pytest.mark.parametrize("config", [DR_GRPO, RLOO, GRPO, POPULATION], ids=["Dr. GRPO", "RLOO", "sample", "population"])
@@ -154,11 +154,11 @@ def test_soft_punishment_grows_over_the_buffer(num_tokens, expected):
 def test_what_is_compared_is_the_reward_less_the_punishment():
     """Both right, one at 18 of 20 tokens: 1 and 0.5. The record keeps the verdict."""
     members = [episode(0, 1.0, num_turns=3), episode(1, 1.0, num_turns=18), episode(2, None, num_turns=20)]
-    group = score_group(0, "t", members, CreditConfig(scale="none", overlong=SOFT))
+    group = score_group(0, "t", members, GroupMeanConfig(scale="none", overlong=SOFT))
     assert group.credits == (0.25, -0.25, None)
     assert (group.baseline, group.discarded) == (0.75, None)
     assert [member.reward for member in group.episodes] == [1.0, 1.0, None]
-    assert score_group(0, "t", members, CreditConfig(scale="none")).discarded == "zero_signal"
+    assert score_group(0, "t", members, GroupMeanConfig(scale="none")).discarded == "zero_signal"
 
 
 def test_a_buffer_longer_than_the_limit_is_refused():
@@ -167,7 +167,7 @@ def test_a_buffer_longer_than_the_limit_is_refused():
 
 
 def test_shuffled_credits_are_the_same_ones_dealt_at_random_and_alike_at_every_call():
-    plain, shuffled = CreditConfig(), CreditConfig(shuffled=True)
+    plain, shuffled = GroupMeanConfig(), GroupMeanConfig(shuffled=True)
     rewards = [0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     orders = set()
     for group in range(50):
@@ -180,6 +180,6 @@ def test_shuffled_credits_are_the_same_ones_dealt_at_random_and_alike_at_every_c
 
 
 def test_shuffling_gives_no_credit_to_an_episode_without_a_verdict():
-    credits = scored([None, 1.0, 0.0, None], CreditConfig(shuffled=True)).credits
+    credits = scored([None, 1.0, 0.0, None], GroupMeanConfig(shuffled=True)).credits
     assert credits[0] is None and credits[3] is None
     assert None not in credits[1:3]

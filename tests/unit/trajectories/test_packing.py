@@ -9,11 +9,11 @@ from everlong.contracts.errors import Reason
 from everlong.contracts.records import Episode, EpisodeOrder, FinishReason, MicroBatch, Purpose, Segment, Turn, Verdict
 from everlong.contracts.tokens import TokenColumns
 from everlong.trajectories.admission import AdmissionConfig, admit_group
-from everlong.trajectories.credit import CreditConfig, score_group
+from everlong.trajectories.credit import GroupMeanConfig, score_group
 from everlong.trajectories.packing import PackingConfig, pack_batch, pack_supervised
 from everlong.trajectories.tree import ROLES, EpisodeTree
 
-CREDIT = CreditConfig(scale="none")
+CREDIT = GroupMeanConfig(scale="none")
 KEEP_ALL = AdmissionConfig(zero_signal="keep", max_branches=50)
 
 

@@ -1,7 +1,8 @@
 """Which engine of a pool takes a request, and which is trusted: a state machine without clock and without engines.
 
 Invariants: a request is with one engine, or waits, or has ended; it goes to no engine that is quarantined, that failed, whose
-version is too old for it, or on which it broke before; it waits only while somebody may yet take it.
+version is too old for it, or on which it broke before; it waits only while somebody may yet take it. An engine that is lost is
+updated at once, which brings it back; its requests go to others, or wait for it.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ class _Request:
     min_policy_version: int
     member: int | None = None
     broke_on: set[int] = field(default_factory=set)
+    lost_on: set[int] = field(default_factory=set)
+    """Engines that were lost while they had it; one that is lost so twice broke on it."""
 
 
 class Dispatcher:
@@ -225,12 +228,24 @@ class Dispatcher:
     def _broke(self, event: Broke) -> list[Action]:
         request = self._requests[event.ticket]
         assert request.member is not None
-        request.broke_on.add(request.member)
+        index = request.member
         member = self._release(event.ticket)
+        if event.lost:
+            (request.broke_on if index in request.lost_on else request.lost_on).add(index)
+            return [*self._lost(index, event.reason), *self._place([event.ticket], event.at_s)]
+        request.broke_on.add(index)
         member.failures += 1
         if member.failures >= MAX_FAILURES and member.serves:
             member.state, member.reason = MemberState.FAILED, event.reason
         return self._place([event.ticket], event.at_s)
+
+    def _lost(self, index: int, reason: str) -> list[Action]:
+        """Bring it back, unless it is being updated: then that ends with the loss too."""
+        member = self._members[index]
+        if member.serves:
+            member.state, member.reason = MemberState.LOST, reason
+        lost = member.state is MemberState.LOST and member.updating is None
+        return [self._update(index)] if lost else []
 
     def _withdraw(self, ticket: int) -> None:
         if ticket not in self._requests:
@@ -269,6 +284,10 @@ class Dispatcher:
     def _update_failed(self, event: UpdateFailed) -> list[Action]:
         member = self._members[event.engine]
         tried, member.updating = member.updating, None
+        if event.lost and member.state in (MemberState.SERVING, MemberState.LOST):
+            return [*self._lost(event.engine, event.reason), *self._place_waiting(event.at_s)]
+        if member.state is MemberState.LOST and event.unreachable and tried != member.version:
+            member.wanted = member.version  # it is to come back at all
         if not event.unreachable and member.trusted:
             member.state, member.reason = MemberState.FAILED, event.reason
         return [*self._next_update(event.engine, tried), *self._place_waiting(event.at_s)]
@@ -294,5 +313,5 @@ class Dispatcher:
                     f"measured tokens, and engine.mismatch_bound is {self._bound:g}: compare its weights, dtype and kernels with "
                     "the others', or raise the bound in the run's config.toml; the next `everlong resume` takes it in again"
                 )
-        if not any(member.state in (MemberState.SERVING, MemberState.JOINING) for member in self._members):
+        if not any(member.state.hopeful for member in self._members):
             self._halted |= any(not member.trusted for member in self._members)

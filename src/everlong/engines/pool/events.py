@@ -30,6 +30,8 @@ class Broke:
     ticket: int
     reason: str
     at_s: float
+    lost: bool = False
+    """The engine died or hangs with all that it had; an update brings it back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class UpdateFailed:
     unreachable: bool
     """No chain of deltas leads there: the engine is as it was. Else it is the engine that failed."""
     at_s: float
+    lost: bool = False
+    """The engine died or hangs; the next update brings it back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from everlong.contracts.errors import EngineError, StaleWeights
+from everlong.contracts.errors import EngineError, EngineLost, StaleWeights
 from everlong.contracts.ports import Engine
 from everlong.contracts.records import (
     EngineMismatch,
@@ -22,6 +22,7 @@ from everlong.contracts.records import (
     FinishReason,
     GenerateReply,
     GenerateRequest,
+    MemberState,
     MemberStatus,
 )
 from everlong.contracts.tokens import TokenColumns
@@ -123,6 +124,11 @@ class EnginePool:
             num_running=sum(one.num_running for one in told.values()),
             num_waiting=sum(one.num_waiting for one in told.values()) + self._dispatcher.num_waiting,
             metrics=_metrics(told, len(self.members), self._dispatcher.speeds),
+            trouble="; ".join(
+                f"engine {member.engine} of the pool is {member.state}: {member.reason}"
+                for member in self._dispatcher.members()
+                if member.state in (MemberState.LOST, MemberState.FAILED)
+            ),
         )
 
     async def judge(self, mismatch: tuple[EngineMismatch, ...]) -> tuple[MemberStatus, ...]:
@@ -155,7 +161,8 @@ class EnginePool:
                 self._check_open()
                 flight.engine, flight.error = None, error
                 flight.placed = asyncio.get_running_loop().create_future()
-                self._decide(events.Broke(ticket, str(error), self._now_s()))
+                lost = isinstance(error, EngineLost)
+                self._decide(events.Broke(ticket, str(error), self._now_s(), lost))
 
     def _decide(self, event: events.Event) -> None:
         for action in self._dispatcher.on_event(event):
@@ -195,7 +202,8 @@ class EnginePool:
         except Exception as error:  # whatever it is, the others serve on
             self._update_errors[engine] = error
             unreachable = isinstance(error, StaleWeights)
-            event = events.UpdateFailed(engine, str(error) or repr(error), unreachable, self._now_s())
+            reason, lost = str(error) or repr(error), isinstance(error, EngineLost)
+            event = events.UpdateFailed(engine, reason, unreachable, self._now_s(), lost)
         else:
             event = events.Updated(engine, policy_version, self._now_s())
         self._updates.pop(engine, None)

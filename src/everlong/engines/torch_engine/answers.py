@@ -41,7 +41,7 @@ class Answer:
         self.sequence.ids.append(token)
         self.logprobs.append(logprob)
         self.versions.append(policy_version)
-        self.kept.append(kept)
+        self.kept.append(kept if self.request.params.kept_logprobs else kept.without_logprobs())
         self.stop_match = self.stop_watch.match(token)
         if self.stop_match is not None:
             return FinishReason.STOP

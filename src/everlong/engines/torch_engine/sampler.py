@@ -49,7 +49,7 @@ def draw(logits_NV: Tensor, draws: Draws, vocab_size: int) -> Drawn:
     if keep is None:
         ids, kept = _invert(logprobs, uniforms), KeptSets.empty(len(logprobs))
     else:
-        ids_NK, kept = _kept_ids(keep, vocab_size)
+        ids_NK, kept = _kept_ids(keep, vocab_size, logprobs)
         masses_NK = logprobs.gather(-1, ids_NK.clamp(min=0)).masked_fill(ids_NK == NO_ID, -torch.inf)
         ids = ids_NK.gather(-1, _invert(masses_NK, uniforms)).clamp_(min=0)
     chosen = logprobs.gather(-1, ids)[:, 0]
@@ -79,8 +79,8 @@ def _keep(logits_NV: Tensor, temperature_N: Tensor, draws: Draws) -> Tensor | No
     return keep
 
 
-def _kept_ids(keep_NV: Tensor, vocab_size: int) -> tuple[Tensor, KeptSets]:
-    """int64 [N, K]: the ids of every row, ascending, and NO_ID behind them; and the same as recorded."""
+def _kept_ids(keep_NV: Tensor, vocab_size: int, logprobs_NV: Tensor) -> tuple[Tensor, KeptSets]:
+    """int64 [N, K]: the ids of every row, ascending, and NO_ID behind them; and the same as recorded, with their logprobs."""
     keep = keep_NV.numpy()[:, :vocab_size]
     row, column = np.nonzero(keep)
     sizes = keep.sum(1)
@@ -89,4 +89,6 @@ def _kept_ids(keep_NV: Tensor, vocab_size: int) -> tuple[Tensor, KeptSets]:
     ids[row, np.arange(len(row)) - np.repeat(ends - sizes, sizes)] = column
     cut = sizes < vocab_size
     offsets = np.concatenate([np.zeros(1, np.int64), np.where(cut, sizes, 0).cumsum()])
-    return torch.from_numpy(ids), KeptSets(ids=column[np.repeat(cut, sizes)].astype(np.int32), offsets=offsets)
+    row, column = row[np.repeat(cut, sizes)], column[np.repeat(cut, sizes)]
+    kept = KeptSets(ids=column.astype(np.int32), offsets=offsets, logprobs=logprobs_NV.numpy()[row, column])
+    return torch.from_numpy(ids), kept

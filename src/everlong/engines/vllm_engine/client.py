@@ -12,7 +12,10 @@ from everlong.contracts.errors import EngineError
 
 CONNECT_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 300.0
-"""Of everything but sampling, which takes as long as it takes; a weight update of a large model is the longest."""
+"""Of calls that change the server; a weight update of a large model is the longest. Sampling takes as long as it takes. Who waits
+for either asks meanwhile whether the server lives (`Pulse`)."""
+QUESTION_TIMEOUT_S = 10.0
+"""Of what a server answers at once, however busy it is."""
 MISSING = {403: "is switched off", 404: "is not there"}
 
 
@@ -29,24 +32,33 @@ class VllmClient:
                 uds=uds, limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0)
             ),
             base_url=url,
-            timeout=httpx2.Timeout(CALL_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
         )
 
     async def get(self, path: str) -> Any:
-        return _json(await self._send("GET", path))
+        return _json(await self._ask(path))
 
     async def post(self, path: str, body: object = None) -> Any:
         """Raises EngineError with the server's own words, ServerLost where it did not answer in time."""
         return _json(await self._send("POST", path, body))
 
     async def text(self, path: str) -> str:
-        return (await self._send("GET", path)).text
+        return (await self._ask(path)).text
 
     async def is_healthy(self) -> bool:
         try:
-            await self._send("GET", "/health")
+            await self._ask("/health")
         except EngineError:
             return False
+        return True
+
+    async def answers(self) -> bool:
+        """Whether anything comes back, be it that the server is not healthy."""
+        try:
+            await self._ask("/health")
+        except ServerLost:
+            return False
+        except EngineError:
+            return True
         return True
 
     async def stream(self, path: str, body: object) -> AsyncGenerator[str]:
@@ -69,9 +81,15 @@ class VllmClient:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def _send(self, method: str, path: str, body: object = None) -> httpx2.Response:
+    async def _ask(self, path: str) -> httpx2.Response:
+        return await self._send("GET", path, timeout_s=QUESTION_TIMEOUT_S)
+
+    async def _send(
+        self, method: str, path: str, body: object = None, timeout_s: float = CALL_TIMEOUT_S
+    ) -> httpx2.Response:
+        timeout = httpx2.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
         try:
-            answer = await self._http.request(method, path, json=body)
+            answer = await self._http.request(method, path, json=body, timeout=timeout)
         except httpx2.HTTPError as error:
             raise ServerLost(f"{method} {path}: the vLLM server does not answer: {error!r}") from error
         if answer.status_code != 200:

@@ -4,6 +4,9 @@ A request whose server died is asked again of the next one: nobody has seen an a
 holds no weights until the version that its predecessor held is loaded, and requests wait for that. Weights change in a
 server that is paused and keeps its requests; their tokens carry each its version, and their keys and values stay. New
 prompts never find those of old weights, because the prefix cache is salted with the weights' fingerprint.
+
+A server that hangs is one that died. In a pool a lost server is the pool's business: requests end with EngineLost at once, to
+be asked elsewhere, and the pool's next `update` brings the server back.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from everlong import __version__
-from everlong.contracts.errors import EngineError
+from everlong.contracts.errors import EngineError, EngineLost
 from everlong.contracts.records import EngineStatus, FinishReason, GenerateReply, GenerateRequest, PublishedVersion
 from everlong.contracts.tokens import NO_VERSION, TokenColumns
 from everlong.engines.config import VllmConfig
 from everlong.engines.requests import check_request, check_version
 from everlong.engines.vllm_engine.client import ServerLost, VllmClient
 from everlong.engines.vllm_engine.protocol import Transcript, check_supported, generate_body
+from everlong.engines.vllm_engine.pulse import Pulse
 from everlong.engines.vllm_engine.restarts import Restarts
 from everlong.engines.vllm_engine.server import Server, check_server, reports
 from everlong.weights import WeightReader
@@ -69,10 +73,16 @@ class VllmEngine:
         token_bytes: Sequence[bytes],
         context: int,
         config: VllmConfig,
+        pooled: bool = False,
     ) -> None:
+        """`pooled`: others may answer a request whose server is lost."""
         self._server, self._reader, self._store_url = server, reader, store_url
         self._token_bytes, self._context, self._config = token_bytes, context, config
+        self._pooled = pooled
         self._client: VllmClient | None = None
+        self._pulse: Pulse | None = None
+        """Of the client; both are there or neither is."""
+        self._trouble = ""
         self._held: PublishedVersion | None = None
         """The version that the server holds, or will hold before it is asked again."""
         self._generation = 0
@@ -121,6 +131,7 @@ class VllmEngine:
             num_running=len(self._flights) - waiting,
             num_waiting=waiting,
             metrics={**gauges, "server_losses": float(self._restarts.total)},
+            trouble=self._trouble,
         )
 
     async def close(self) -> None:
@@ -129,7 +140,7 @@ class VllmEngine:
         self._closing.set()
         async with self._changing:
             await self._server.stop()
-            self._client = None
+            self._client = self._pulse = None
 
     @property
     def _version(self) -> int:
@@ -158,15 +169,15 @@ class VllmEngine:
         """Ask, and ask again of the next server while one is to be had."""
         while True:
             async with self._changing:
-                generation, client, salt = self._generation, self._client, self._fingerprint
+                generation, client, pulse, salt = self._generation, self._client, self._pulse, self._fingerprint
             if self._refusal is not None:
                 raise EngineError(self._refusal)
             if flight.aborted.is_set():
                 return _nothing_sampled(flight.request)
             try:
-                if client is None:
+                if client is None or pulse is None:
                     raise ServerLost("the vLLM server did not come back")
-                reply = await self._ask(client, flight, salt)
+                reply = await pulse.guard(self._ask(client, pulse, flight, salt))
             except ServerLost as loss:
                 await self._recover(generation, loss)
             except EngineError:
@@ -177,7 +188,7 @@ class VllmEngine:
                 self._restarts.answered()
                 return reply
 
-    async def _ask(self, client: VllmClient, flight: _Flight, salt: str) -> GenerateReply:
+    async def _ask(self, client: VllmClient, pulse: Pulse, flight: _Flight, salt: str) -> GenerateReply:
         body = generate_body(
             flight.request,
             wire_id=flight.wire_id,
@@ -190,6 +201,7 @@ class VllmEngine:
         try:
             async with contextlib.aclosing(client.stream(GENERATE, body)) as chunks:
                 async for chunk in chunks:
+                    pulse.heard()
                     if transcript.feed(chunk):
                         flight.aborted.set()  # a stop string came: the server knows no text
         finally:
@@ -199,38 +211,55 @@ class VllmEngine:
     # The server ------------------------------------------------------------------------------------------------------
 
     async def _bring_to(self, wanted: PublishedVersion) -> None:
-        """Load a version, starting a server where there is none, and anew when it dies over it."""
+        """Load a version, starting a server where there is none, and anew when it dies over it. In a pool requests that wait for
+        the load are let go first: raises EngineLost."""
+        served = self._client is not None
         while True:
+            client, pulse = self._client, self._pulse
             try:
-                if self._client is None:
-                    self._client = await self._start()
-                await self._load(self._client, wanted)
+                if client is None or pulse is None:
+                    client, pulse = self._client, self._pulse = await self._start()
+                await pulse.guard(self._load(client, wanted))
             except ServerLost as loss:
-                self._client = None
-                if not self._restarts.lost():
-                    self._refuse(f"the vLLM server was lost {self._restarts.in_a_row} times in a row, lastly: {loss}")
-                    raise EngineError(self._refusal) from loss
+                if self._client is client:  # else a request of it was first
+                    self._give_up(loss)
+                if served and self._pooled:
+                    raise EngineLost(self._trouble) from loss
             else:
-                self._held = wanted
+                self._held, self._trouble = wanted, ""
                 self._restarts.answered()
                 return
 
-    async def _start(self) -> VllmClient:
+    async def _start(self) -> tuple[VllmClient, Pulse]:
         client = await self._server.start()
         self._generation += 1
+        pulse = Pulse(client)
+        await pulse.guard(self._prepare(client))
+        return client, pulse
+
+    async def _prepare(self, client: VllmClient) -> None:
         await check_server(client, everlong_version=__version__, context=self._context)
         await client.post("/init_weight_transfer_engine", {"init_info": {"store": self._store_url}})
-        return client
+
+    def _give_up(self, loss: ServerLost) -> None:
+        """The server is lost. Raises EngineError where it is not to be brought back once more."""
+        self._client = self._pulse = None
+        if not self._restarts.lost():
+            self._refuse(f"the vLLM server was lost {self._restarts.in_a_row} times in a row, lastly: {loss}")
+            self._trouble = self._refusal or ""
+            raise EngineError(self._refusal) from loss
+        self._trouble = f"{loss}; {self._server.remedy}"
 
     async def _recover(self, generation: int, loss: ServerLost) -> None:
         """Bring a server with the weights of the lost one; whoever comes later finds it. Raises EngineError."""
+        if self._pooled:
+            if generation == self._generation and self._client is not None:
+                self._give_up(loss)
+            raise EngineLost(self._refusal or self._trouble or str(loss)) from loss
         async with self._changing:
             if generation != self._generation or self._refusal is not None:
                 return
-            if not self._restarts.lost():
-                self._refuse(f"the vLLM server was lost {self._restarts.in_a_row} times in a row, lastly: {loss}")
-                raise EngineError(self._refusal) from loss
-            self._client = None
+            self._give_up(loss)
             assert self._held is not None
             await self._bring_to(self._held)
 

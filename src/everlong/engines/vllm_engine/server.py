@@ -24,6 +24,11 @@ LOG_CHARS = 2000
 
 
 class Server(Protocol):
+    @property
+    def remedy(self) -> str:
+        """What is done, or to be done, when it is lost."""
+        ...
+
     async def start(self) -> VllmClient:
         """A client of a server that answers; one that is left of an earlier start is ended. Raises ServerLost."""
         ...
@@ -50,6 +55,10 @@ class StartedServer:
         self._python = find_python(config.python)
         self._process: asyncio.subprocess.Process | None = None
         self._client: VllmClient | None = None
+
+    @property
+    def remedy(self) -> str:
+        return f"it is ended and started again; what it said stands at the end of {self._log}"
 
     async def start(self) -> VllmClient:
         await self.stop()
@@ -107,6 +116,10 @@ class GivenServer:
     def __init__(self, url: str, start_timeout_s: float) -> None:
         self._url, self._timeout_s = url, start_timeout_s
         self._client: VllmClient | None = None
+
+    @property
+    def remedy(self) -> str:
+        return f"start it again at {self._url}: it is waited for engine.start_timeout_s={self._timeout_s:g} s"
 
     async def start(self) -> VllmClient:
         await self.stop()

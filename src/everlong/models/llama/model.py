@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -71,6 +72,11 @@ class Llama(nn.Module):
     def frozen_weights(self) -> dict[str, Tensor]:
         """The others, which are never written; none without adapters."""
         return {} if self.adapters is None else self.named_weights()
+
+    def twin(self) -> Llama:
+        """A second network with the same weights. Those that train are copied, those that are frozen are the same tensors."""
+        shared = {} if self.adapters is None else {id(self._weights): self._weights}
+        return copy.deepcopy(self, shared)
 
     @torch.no_grad()
     def merged_weights(self) -> dict[str, Tensor]:

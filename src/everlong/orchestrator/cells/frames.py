@@ -22,6 +22,7 @@ from everlong.contracts.records import (
     GenerateRequest,
     MemberStatus,
     PublishedVersion,
+    Reconciled,
     ScoredColumns,
     ScoreRequest,
     TrainBatch,
@@ -31,7 +32,11 @@ from everlong.contracts.records import (
     encode_record,
 )
 
+PING = "cell.ping"
+"""Asks a cell nothing, to hear from its process."""
+
 METHODS: dict[str, tuple[Any, Any]] = {
+    PING: (None, None),
     "engine.generate": (GenerateRequest, GenerateReply),
     "engine.abort": (tuple[str, ...], None),
     "engine.update": (int, EngineStatus),
@@ -41,6 +46,7 @@ METHODS: dict[str, tuple[Any, Any]] = {
     "trainer.score": (ScoreRequest, ScoredColumns),
     "trainer.save": (None, TrainerStatus),
     "trainer.restore": (int | None, TrainerStatus),
+    "trainer.reconcile": (None, Reconciled),
     "trainer.publish": (None, PublishedVersion),
     "trainer.export": (str, None),
 }

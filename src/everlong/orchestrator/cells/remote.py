@@ -14,6 +14,7 @@ from everlong.contracts.records import (
     GenerateRequest,
     MemberStatus,
     PublishedVersion,
+    Reconciled,
     ScoredColumns,
     ScoreRequest,
     TrainBatch,
@@ -22,6 +23,7 @@ from everlong.contracts.records import (
 )
 from everlong.orchestrator.cells.frames import (
     METHODS,
+    PING,
     Answer,
     Call,
     Failure,
@@ -31,22 +33,28 @@ from everlong.orchestrator.cells.frames import (
     read_frame,
     write_frame,
 )
+from everlong.orchestrator.cells.heartbeat import BEAT_S, Heartbeat
+
+PING_ID = 0
+"""Of every ping; calls count from 1."""
 
 
 class Connection:
     """Calls over one socket, many in flight. When the other side is gone every waiting and later call raises WorkerDied."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, heartbeat: Heartbeat) -> None:
+        self._reader, self._writer, self._heartbeat = reader, writer, heartbeat
+        self._heard = self._asked = False
+        """Since the last beat; whether a ping is under way."""
         self._ids = itertools.count(1)
         self._waiting: dict[int, tuple[str, asyncio.Future[Any]]] = {}
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the worker is gone."""
-        self._task = asyncio.create_task(self._read())
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
 
     async def call(self, method: str, argument: object = None) -> Any:
         if self.lost.done():
-            raise WorkerDied(f"{method}: the worker is gone; `everlong resume RUN` goes on from the last checkpoint")
+            raise WorkerDied(f"{method}: the worker is gone")
         call_id = next(self._ids)
         future = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = (method, future)
@@ -62,7 +70,9 @@ class Connection:
     async def _read(self) -> None:
         try:
             while True:
-                self._settle(await read_frame(self._reader))
+                frame = await read_frame(self._reader)
+                self._heard = True
+                self._settle(frame)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -71,7 +81,18 @@ class Connection:
                 if not future.done():
                     future.set_exception(WorkerDied(f"{method}: the worker died while the call was waiting"))
 
+    async def _beat(self) -> None:
+        """Ask now and then, one question at a time, and tell the heartbeat whether anything came."""
+        while not self.lost.done():
+            if not self._asked:
+                self._asked = True
+                write_frame(self._writer, Call(PING_ID, PING, encode_value(None)))
+            await asyncio.wait({self.lost}, timeout=BEAT_S)
+            self._heartbeat.beat(self._heard or self.lost.done(), BEAT_S)
+            self._heard = False
+
     def _settle(self, frame: Answer | Failure | Call) -> None:
+        self._asked = self._asked and frame.id != PING_ID
         method, future = self._waiting.get(frame.id, ("", None))
         if future is None or future.done():
             return  # the caller was cancelled
@@ -82,8 +103,9 @@ class Connection:
 
     async def close(self) -> None:
         self._writer.close()
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 class RemoteEngine:
@@ -133,6 +155,9 @@ class RemoteTrainer:
 
     async def restore(self, num_batches: int | None = None) -> TrainerStatus:
         return await self._call("trainer.restore", num_batches)
+
+    async def reconcile(self) -> Reconciled:
+        return await self._call("trainer.reconcile")
 
     async def publish(self) -> PublishedVersion:
         return await self._call("trainer.publish")

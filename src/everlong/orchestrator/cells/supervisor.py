@@ -11,6 +11,7 @@ from pathlib import Path
 
 from everlong.contracts.errors import WorkerDied
 from everlong.orchestrator.cells.frames import Failure, error_of, read_frame
+from everlong.orchestrator.cells.heartbeat import Heartbeat
 from everlong.orchestrator.cells.remote import Connection, RemoteEngine, RemoteTrainer
 
 
@@ -58,7 +59,7 @@ class WorkerProcess:
             writer.close()
             await process.wait()
             raise error_of(ready, "building the cell")
-        return cls(process, Connection(reader, writer), log)
+        return cls(process, Connection(reader, writer, _heartbeat(name, process.pid, log)), log)
 
     async def close(self) -> None:
         """End the worker; what it holds and nobody saved is gone."""
@@ -68,6 +69,14 @@ class WorkerProcess:
         except TimeoutError:
             self.process.kill()
             await self.process.wait()
+
+
+def _heartbeat(name: str, pid: int, log: Path) -> Heartbeat:
+    advice = (
+        f"it was stopped (`kill -CONT {pid}` lets it go on) or it hangs, and the run waits for it. Its log is {log}; "
+        f"Ctrl-C ends the run, `everlong resume {log.parent}` goes on from what is stored"
+    )
+    return Heartbeat(f"the {name} process (pid {pid})", advice)
 
 
 async def _spawn(

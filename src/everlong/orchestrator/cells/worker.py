@@ -22,6 +22,7 @@ from everlong.contracts.import_path import load_named
 from everlong.contracts.ports import Engine, Trainer
 from everlong.orchestrator.cells.frames import (
     METHODS,
+    PING,
     Answer,
     Call,
     decode_value,
@@ -43,6 +44,8 @@ class Cell:
 
     async def call(self, method: str, argument: Any) -> Any:
         """Raises ValueError for a method that this cell does not have."""
+        if method == PING:
+            return None
         port_name, name = method.split(".")
         port = getattr(self, port_name)
         if port is None:

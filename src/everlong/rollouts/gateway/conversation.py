@@ -59,11 +59,13 @@ class Conversation:
             stored, thoughts = _without(stored, thoughts), ()
         return Prompt(np.concatenate([stored, bridge]), continued, thoughts, strips)
 
-    def add(self, prompt: Prompt, reply: GenerateReply, answer: Message) -> Turn:
+    def add(self, prompt: Prompt, reply: GenerateReply, answer: Message, *, malformed: bool = False) -> Turn:
         # A turn that something else continues already is left by a rewritten history: that is a fork, which the tree finds.
         cut = prompt.stripped and not self._history.is_continued(prompt.continued.turn)
         continues = prompt.continued.turn if cut else -1
-        turn = self.tree.add(prompt.ids, reply.columns, reply.finish_reason, reply.request_id, continues=continues)
+        turn = self.tree.add(
+            prompt.ids, reply.columns, reply.finish_reason, reply.request_id, continues=continues, malformed=malformed
+        )
         self._history.add(prompt.continued, answer)
         self._thoughts.append((*prompt.thoughts, *self._thought(len(prompt.ids), reply.columns.ids.tolist())))
         self.num_stripped += prompt.stripped

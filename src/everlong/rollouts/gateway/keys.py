@@ -12,7 +12,7 @@ from hashlib import blake2b
 from everlong.rollouts.gateway.dialects.dialect import ChatRequest
 from everlong.rollouts.gateway.refusals import Refusal, invalid
 from everlong.rollouts.gateway.session import Session
-from everlong.rollouts.gateway.transcripts import canonical
+from everlong.rollouts.gateway.transcripts import canonical, check_calls
 from everlong.rollouts.messages import Message
 
 MAX_CALLS_PER_KEY = 64
@@ -70,7 +70,8 @@ class Entry:
             await session.close()
 
     def transcript(self, request: ChatRequest) -> tuple[Message, ...]:
-        """Everything that was said, from the start, in the session's form. Raises Refusal for an unknown previous answer."""
+        """Everything that was said, from the start, in the session's form. Raises Refusal for an unknown previous answer, and
+        for calls and results that are not each other's."""
         parts, ident = [request.messages], request.previous
         while ident:
             if ident not in self.remembered:
@@ -79,7 +80,9 @@ class Entry:
             parts.append(self.remembered[ident].messages)
             ident = self.remembered[ident].previous
         system = (Message(role="system", content=request.instructions),) if request.instructions else ()
-        return canonical([*system, *(message for part in reversed(parts) for message in part)])
+        messages = canonical([*system, *(message for part in reversed(parts) for message in part)])
+        check_calls(messages)
+        return messages
 
     def remember(self, ident: str, request: ChatRequest, said: Message) -> None:
         if request.remembered and self.new_session is None:

@@ -191,7 +191,7 @@ class GatewayServer:
         exchange: Exchange,
     ) -> Answer | None:
         """Sample, deliver, then record. None where the client went away before. Raises Refusal."""
-        pending = await _sample(session, messages, request.tools, exchange)
+        pending = await _sample(session, messages, request, exchange)
         if pending is None:
             return None
         ident = f"{dialect.prefix}{pending.reply.request_id}"
@@ -250,11 +250,11 @@ async def _deliver(dialect: Dialect, answer: Answer, exchange: Exchange) -> bool
 
 
 async def _sample(
-    session: Session, messages: Sequence[Message], tools: Sequence[dict[str, Any]], exchange: Exchange
+    session: Session, messages: Sequence[Message], request: ChatRequest, exchange: Exchange
 ) -> Pending | None:
     """None where the client went away meanwhile: the engine's work is aborted and accounted for. Raises Refusal."""
     try:
-        return await _unless(exchange.gone, session.sample(messages, tools))
+        return await _unless(exchange.gone, session.sample(messages, request.tools, calls=request.may_call))
     except (EverlongError, ValueError) as error:
         raise _refusal(error) from error
 

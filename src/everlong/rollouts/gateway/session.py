@@ -151,12 +151,14 @@ class Session:
         async with self.lock:
             return await self.record(await self.sample(messages, tools))
 
-    async def sample(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Pending:
-        """Sample the next turn without recording it; follow with `record` or `discard`."""
+    async def sample(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, calls: bool = True
+    ) -> Pending:
+        """Sample the next turn without recording it; follow with `record` or `discard`. Without `calls` the answer is text."""
         if not messages:
             raise ValueError("a chat needs at least one message")
         try:
-            pending = await self._sample(messages, tools)
+            pending = await self._sample(messages, tools, calls)
         except Exception as error:
             self.refusal = error
             raise
@@ -175,7 +177,7 @@ class Session:
         """Keep a sampled turn out of the tree: the client was gone before it read it."""
         await _to_the_end(self._discard(len(pending.reply.columns), reason))
 
-    async def _sample(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Pending:
+    async def _sample(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], calls: bool) -> Pending:
         if self.closed.is_set():
             raise SessionClosed(f"episode {self.order.episode} has ended: no further model calls")
         if self._num_calls >= self._limits.max_turns:
@@ -187,7 +189,7 @@ class Session:
         await self._check(request, reply)
         cut = reply.finish_reason is FinishReason.LENGTH
         ids = reply.columns.ids.tolist()
-        parsed = self._renderer.parse(ids, self._num_calls - 1, cut=cut)
+        parsed = self._renderer.parse(ids, self._num_calls - 1, cut=cut, calls=calls)
         self.num_cut_calls += cut and parsed.malformed
         answer = Message(
             role="assistant", content=parsed.content, reasoning=parsed.reasoning, tool_calls=parsed.tool_calls
@@ -239,7 +241,8 @@ class Session:
     async def _record(self, pending: Pending) -> ChatReply:
         turn = len(self.turns)
         await self._journal.turn_sampled(self.order, turn, len(pending.reply.columns))
-        self._conversation.add(pending.prompt, pending.reply, pending.chat.message)
+        chat = pending.chat
+        self._conversation.add(pending.prompt, pending.reply, chat.message, malformed=chat.malformed and not chat.cut)
         return msgspec.structs.replace(pending.chat, turn=turn)
 
     async def _uncounted(self, request: GenerateRequest, ended: BaseException) -> None:

@@ -7,16 +7,46 @@ turn. The form of a history does not depend on what is said after the next answe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import msgspec
 
+from everlong.rollouts.gateway.refusals import invalid
 from everlong.rollouts.messages import Message
 
 
 def canonical(messages: Sequence[Message]) -> tuple[Message, ...]:
     """System messages folded, the parts of one answer joined."""
     return tuple(_join_answers(_fold_systems(messages)))
+
+
+def check_calls(messages: Sequence[Message]) -> None:
+    """Raises Refusal, as the vendors' servers do, for a result whose call the assistant's message before it does not hold, and for a
+    call without result where the conversation goes on. Where ids are left out the order says what belongs together."""
+    asked: dict[str, str] = {}
+    """Calls of the assistant's last message by id, with their names."""
+    answered: set[str] = set()
+    for message in messages:
+        if message.role == "tool":
+            if message.call_id and message.call_id not in asked:
+                raise invalid(
+                    f"a tool's result answers call {message.call_id!r}, and the assistant's message before it has no such call"
+                )
+            answered.add(message.call_id)
+        elif message.role == "assistant":
+            _check_answered(asked, answered)
+            asked, answered = {call.id: call.name for call in message.tool_calls}, set()
+    if messages and messages[-1].role != "assistant":
+        _check_answered(asked, answered)
+
+
+def _check_answered(asked: Mapping[str, str], answered: Set[str]) -> None:
+    if "" in asked or "" in answered:
+        return
+    if missing := [f"{ident!r} ({name})" for ident, name in asked.items() if ident not in answered]:
+        raise invalid(
+            f"the conversation goes on without a tool's result for call {', '.join(missing)}: give one for each"
+        )
 
 
 def _fold_systems(messages: Sequence[Message]) -> list[Message]:

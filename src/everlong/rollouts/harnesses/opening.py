@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everlong.contracts.import_path import load_named
+from everlong.contracts.import_path import call_named, load_named
 from everlong.rollouts.config import HarnessConfig
 from everlong.rollouts.harnesses.bash import BashHarness
 from everlong.rollouts.runner import Harness
@@ -13,7 +13,7 @@ def open_harness(config: HarnessConfig) -> Harness:
     if config.type == "bash":
         return BashHarness(config)
     make = load_named(config.type)
-    harness = make(config) if callable(make) else None
+    harness = call_named(config.type, make, config) if callable(make) else None
     if harness is None or not callable(getattr(harness, "run", None)):
         raise ValueError(
             f"harness.type={config.type} must name what makes a harness when it is called with the harness settings: an "

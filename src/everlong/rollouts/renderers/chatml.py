@@ -64,8 +64,9 @@ class Renderer(Protocol):
         """What follows a sampled turn whose last id was `last_sampled`."""
         ...
 
-    def parse(self, ids: Sequence[int], turn: int, *, cut: bool = False) -> ParsedTurn:
-        """`cut`: the turn ended at its limit of tokens. A call whose end was not sampled is malformed, never a call."""
+    def parse(self, ids: Sequence[int], turn: int, *, cut: bool = False, calls: bool = True) -> ParsedTurn:
+        """`cut`: the turn ended at its limit of tokens. A call whose end was not sampled is malformed, never a call. Without `calls`
+        what reads like one is text."""
         ...
 
     def thinking(self, ids: Sequence[int]) -> Thinking:
@@ -102,8 +103,10 @@ class ChatML:
         closing = [] if last_sampled == self._end else [self._end]
         return [*closing, *self._newline, *self._render(messages), *self._header, *self._opening]
 
-    def parse(self, ids: Sequence[int], turn: int, *, cut: bool = False) -> ParsedTurn:
+    def parse(self, ids: Sequence[int], turn: int, *, cut: bool = False, calls: bool = True) -> ParsedTurn:
         reasoning, text = _split_reasoning(self.tokenizer.decode(ids), bool(self._opening))
+        if not calls:
+            return ParsedTurn(content=text.strip(), reasoning=reasoning)
         parsed = _parse_dollar(text, turn, cut) if self._syntax == "dollar" else _parse_hermes(text, turn)
         return msgspec.structs.replace(parsed, reasoning=reasoning)
 

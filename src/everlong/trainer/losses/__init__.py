@@ -11,6 +11,7 @@ from everlong.trainer.loss_config import (
     GspoConfig,
     GspoTokenConfig,
     KimiConfig,
+    PpoConfig,
     ReinforceConfig,
     SapoConfig,
 )
@@ -20,6 +21,7 @@ from everlong.trainer.losses.dr_grpo import dr_grpo
 from everlong.trainer.losses.grpo import grpo
 from everlong.trainer.losses.gspo import gspo
 from everlong.trainer.losses.kimi import kimi
+from everlong.trainer.losses.ppo import ppo
 from everlong.trainer.losses.reinforce import reinforce
 from everlong.trainer.losses.sapo import sapo
 from everlong.trainer.losses.terms import LossTerms, Tokens
@@ -34,6 +36,8 @@ def surrogate(tokens: Tokens, config: AnyLoss) -> LossTerms:
             return reinforce(tokens)
         case GrpoConfig():
             return grpo(tokens, config)
+        case PpoConfig():
+            return ppo(tokens, config)
         case DrGrpoConfig():
             return dr_grpo(tokens, config)
         case DapoConfig():

@@ -15,14 +15,13 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from everlong.contracts.config import Config
-from everlong.trajectories.credit.overlong import NoPunishment, OverlongConfig
+from everlong.trajectories.credit.penalties import Punished
 
 EQUAL_REWARDS = 1e-6
 """Rewards closer than this (relative, and absolute below 1) are one: float32 graders round in the seventh digit."""
 
 
-class GroupMeanConfig(Config):
+class GroupMeanConfig(Punished):
     type: Literal["group_mean"] = "group_mean"
     scale: Literal["none", "std_sample", "std_population"] = "std_sample"
     """What the difference from the mean is divided by: nothing, the unbiased deviation (n - 1), or the biased one (n)."""
@@ -31,8 +30,6 @@ class GroupMeanConfig(Config):
     min_verdicts: int = Field(2, ge=2)
     """A group with fewer verdicts is discarded whole. Less than 2 leave nothing to compare, so a group of one never trains;
     set it to the group size to discard every group that lost a member."""
-    overlong: OverlongConfig = NoPunishment()
-    """What comes near a length limit loses some of its reward, or not. The record keeps the verdict's own."""
     shuffled: bool = False
     """A control for studies: credits are dealt to the group's episodes at random, so that they say nothing about them.
     What still improves is not learnt from the rewards (arXiv:2506.10947)."""

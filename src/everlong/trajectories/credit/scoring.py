@@ -1,22 +1,26 @@
-"""One credit per episode of a group, by the estimator that the settings name."""
+"""What is known of the credit of a group's episodes before any network is asked, by the estimator that the settings name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from everlong.contracts.records import MAX_REWARD, Episode, ScoredGroup
+from everlong.trajectories.credit.gae import GaeConfig
 from everlong.trajectories.credit.group_mean import GroupMeanConfig, all_equal, group_mean, mean
 from everlong.trajectories.credit.overlong import punishment
 
-CreditConfig = GroupMeanConfig
-"""A second estimator makes this a union that `type` tells apart."""
+AnyCredit = GroupMeanConfig | GaeConfig
+CreditConfig = Annotated[AnyCredit, Field(discriminator="type")]
 
 
-def score_group(group: int, task: str, episodes: Sequence[Episode], config: CreditConfig) -> ScoredGroup:
+def score_group(group: int, task: str, episodes: Sequence[Episode], config: AnyCredit) -> ScoredGroup:
     """Compare the episodes that have a verdict; one without has credit None and no part in the baseline. What is compared is
-    the reward less what a length near the limit costs.
+    the reward less what a length near the limit costs. Where credit comes from values, nothing is compared: until they are
+    known an episode with a verdict has credit 0.
 
     Raises ValueError where an episode is of another group or task, is there twice, or has a reward that is not finite or
     beyond `MAX_REWARD`.
@@ -24,6 +28,16 @@ def score_group(group: int, task: str, episodes: Sequence[Episode], config: Cred
     _check_members(group, task, episodes)
     rewards = [_shaped(episode, config) for episode in episodes]
     verdicts = [reward for reward in rewards if reward is not None]
+    if isinstance(config, GaeConfig):
+        credits = tuple(None if reward is None else 0.0 for reward in rewards)
+        return ScoredGroup(
+            group=group,
+            task=task,
+            episodes=tuple(episodes),
+            credits=credits,
+            rewards=tuple(rewards),
+            malformed_call=config.malformed_call,
+        )
     if len(verdicts) < config.min_verdicts:
         nobody = (None,) * len(episodes)
         return ScoredGroup(
@@ -36,12 +50,14 @@ def score_group(group: int, task: str, episodes: Sequence[Episode], config: Cred
         task=task,
         episodes=tuple(episodes),
         credits=tuple(None if reward is None else next(advantages) for reward in rewards),
+        rewards=tuple(rewards),
+        malformed_call=config.malformed_call,
         baseline=mean(verdicts),
         discarded="zero_signal" if all_equal(verdicts) else None,
     )
 
 
-def _shaped(episode: Episode, config: CreditConfig) -> float | None:
+def _shaped(episode: Episode, config: AnyCredit) -> float | None:
     """The reward that is compared."""
     return None if episode.reward is None else episode.reward + punishment(episode.num_sampled, config.overlong)
 

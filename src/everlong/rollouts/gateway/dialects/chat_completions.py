@@ -26,10 +26,10 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 _ONLY = {
     "n": (1,),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("auto",),
+    "tool_choice": ("auto", "none"),
     "logprobs": (False,),
     "functions": ([],),
-    "function_call": ("auto",),
+    "function_call": ("auto", "none"),
 }
 
 
@@ -56,6 +56,7 @@ class _Message(msgspec.Struct):
 class _Body(msgspec.Struct):
     messages: list[_Message]
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
     stream: bool | None = None
 
 
@@ -68,7 +69,12 @@ class ChatCompletions:
         if not asked.messages:
             raise invalid("messages must hold at least one message", param="messages")
         messages = tuple(_message(message, place) for place, message in enumerate(asked.messages))
-        return ChatRequest(messages=messages, tools=tuple(asked.tools or ()), stream=bool(asked.stream))
+        return ChatRequest(
+            messages=messages,
+            tools=tuple(asked.tools or ()),
+            tool_choice=asked.tool_choice or "auto",
+            stream=bool(asked.stream),
+        )
 
     def whole(self, answer: Answer) -> bytes:
         reply = answer.reply

@@ -20,6 +20,8 @@ class ChatRequest(Record, frozen=True, kw_only=True):
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
     """As `{"type": "function", "function": {...}}`, whatever the dialect."""
+    tool_choice: str = "auto"
+    """Or "none": the tools stand in the prompt and none is called."""
     stream: bool = False
     instructions: str = ""
     """A system prompt apart from the messages; it holds for this request only."""
@@ -29,6 +31,11 @@ class ChatRequest(Record, frozen=True, kw_only=True):
     """Whether a later request may name the answer as its `previous`."""
     echoed: Mapping[str, Any] = {}
     """Of the body, what the answer repeats."""
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may hold calls; else what reads like one is text."""
+        return bool(self.tools) and self.tool_choice != "none"
 
 
 class Answer(Record, frozen=True, kw_only=True):

@@ -72,7 +72,7 @@ class Messages:
     def parse(self, body: bytes) -> ChatRequest:
         asked, raw = decode_body(body, _Body, "messages")
         check_only(raw, _ONLY)
-        check_only(asked.tool_choice or {}, {"type": ("auto",)}, "tool_choice.")
+        check_only(asked.tool_choice or {}, {"type": ("auto", "none")}, "tool_choice.")
         check_only(asked.output_config or {}, {"format": (None,)}, "output_config.")
         if not asked.messages:
             raise invalid("messages must hold at least one message", param="messages")
@@ -81,6 +81,7 @@ class Messages:
         return ChatRequest(
             messages=tuple(read),
             tools=tuple(tool for tool in tools if tool is not None),
+            tool_choice=(asked.tool_choice or {}).get("type") or "auto",
             stream=bool(asked.stream),
             instructions=_system(asked.system),
         )

@@ -32,7 +32,7 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 _THOUGHTS = ("summary_text", "reasoning_text", "text")
 _ONLY = {
-    "tool_choice": ("auto",),
+    "tool_choice": ("auto", "none"),
     "background": (False,),
     "truncation": ("disabled",),
     "top_logprobs": (0,),
@@ -46,6 +46,7 @@ class _Body(msgspec.Struct):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
     stream: bool | None = None
     store: bool | None = None
     previous_response_id: str | None = None
@@ -66,6 +67,7 @@ class Responses:
         return ChatRequest(
             messages=tuple(_message(item, f"input.{place}") for place, item in enumerate(items)),
             tools=tuple(tool for tool in offered if tool is not None),
+            tool_choice=asked.tool_choice or "auto",
             stream=bool(asked.stream),
             instructions=asked.instructions or "",
             previous=asked.previous_response_id or "",
@@ -231,7 +233,7 @@ def _response(answer: Answer, items: list[dict[str, Any]]) -> dict[str, Any]:
         "model": answer.model,
         "output": items,
         "parallel_tool_calls": True,
-        "tool_choice": "auto",
+        "tool_choice": request.tool_choice,
         "temperature": None,
         "top_p": None,
         "store": request.remembered,
