@@ -4,17 +4,21 @@ import os
 import signal
 
 import pytest
-from tests.engine_contract import CONTEXT, HELD_TOKENS, SHAPE, TOKEN_BYTES, VOCAB, ask, hold, published
+from tests.engine_contract import CONTEXT, SHAPE, TOKEN_BYTES, VOCAB, ask, published
 from tests.kept_server import needs_vllm, processes_of
 
 from everlong.engines.config import VllmConfig
 from everlong.engines.vllm_engine.engine import VllmEngine
+from everlong.engines.vllm_engine.protocol import Transcript
 from everlong.engines.vllm_engine.server import ServedModel, StartedServer
 from everlong.storage import open_store
 from everlong.weights import WeightReader
 
 pytestmark = needs_vllm
 SERVER = "vllm.entrypoints.openai.api_server"
+NUM_TOKENS = 800
+NEVER = "z"
+"""A stop string that no token can spell: with one, the server sends token by token."""
 
 
 @pytest.fixture
@@ -31,16 +35,27 @@ async def engine(tmp_path, monkeypatch):
     await engine.close()
 
 
-async def test_a_request_whose_server_is_killed_is_answered_by_the_next_and_nothing_is_left_behind(engine, tmp_path):
+async def test_a_request_whose_server_is_killed_is_answered_by_the_next_and_nothing_is_left_behind(
+    engine, tmp_path, monkeypatch
+):
     await engine.update(3)
     await engine.update(4)
-    expected = await engine.generate(ask(max_tokens=HELD_TOKENS))
-    request = await hold(engine)
-    (pid,) = processes_of(SERVER, tmp_path)
-    os.kill(pid, signal.SIGKILL)
-    reply = await request
+    request = ask(max_tokens=NUM_TOKENS, stop_strings=(NEVER,))
+    expected = await engine.generate(request)
+    doomed = processes_of(SERVER, tmp_path)
+    assert len(doomed) == 1
+    take = Transcript.feed
+
+    def feed(transcript, chunk):
+        """The server dies over the first chunk."""
+        while doomed:
+            os.kill(doomed.pop(), signal.SIGKILL)
+        return take(transcript, chunk)
+
+    monkeypatch.setattr(Transcript, "feed", feed)
+    reply = await engine.generate(request)
     assert reply.columns.ids.tolist() == expected.columns.ids.tolist()
-    assert reply.columns.versions.tolist() == [4] * HELD_TOKENS
+    assert reply.columns.versions.tolist() == [4] * NUM_TOKENS
     assert (await engine.status()).metrics["server_losses"] == 1.0
     await engine.close()
     assert everybody_of(tmp_path) == []
