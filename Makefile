@@ -83,7 +83,7 @@ peers: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
-	$(BIN)/ty check src
+	$(BIN)/ty check src tests/campaign tests/study tests/evidence.py
 	$(BIN)/lint-imports
 
 format: $(STAMP)

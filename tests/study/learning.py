@@ -120,7 +120,7 @@ class Study:
         ))  # fmt: skip
 
     def _reinforce(self, seed: int, name: str, start: RunFolder, credit: GroupMeanConfig) -> RunFolder:
-        return self._run(
+        return run_or_go_on(
             "train", self._folder(seed, name), self._config(seed, start).model_copy(update={"credit": credit})
         )
 

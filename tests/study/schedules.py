@@ -29,7 +29,7 @@ from everlong.engines.config import VllmConfig
 from everlong.environments.tasks.config import TasksConfig
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
 from everlong.ledger import check_ledger
-from everlong.models.config import FolderModel
+from everlong.models.config import FolderModel, Smollm2Model, ToyModel
 from everlong.observe import Point, read_points, read_rows
 from everlong.orchestrator.config import AsyncConfig, PartialConfig, RoundsConfig, WarmupConfig
 
@@ -41,6 +41,8 @@ class Study:
     def __init__(self, work: Path, model: str, *, vllm: bool) -> None:
         self._work, self._vllm = work, vllm
         self._base = quickstart_config(model)
+        assert isinstance(self._base.model, ToyModel | Smollm2Model)
+        self._dtype = self._base.model.dtype
         made = tasks_for(self._base.model)
         for name, split, count in (("train", Split.TRAIN, made.num_train), ("eval", Split.EVAL, made.num_eval)):
             if not (work / name).exists():
@@ -76,7 +78,7 @@ class Study:
     ) -> RunConfig:
         changed: dict[str, object] = {"seed": seed, "tasks": self._tasks}
         if start is not None:
-            changed["model"] = FolderModel(path=start.checkpoint, dtype=self._base.model.dtype)
+            changed["model"] = FolderModel(path=start.checkpoint, dtype=self._dtype)
             changed["warmup"] = WarmupConfig()
             changed["optimizer"] = self._base.optimizer.model_copy(update={"supervised_learning_rate": None})
             changed |= arm or {}
