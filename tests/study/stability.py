@@ -35,7 +35,6 @@ from everlong.trainer.config import (
     KimiConfig,
     MuonConfig,
     PpoConfig,
-    SapoConfig,
     TrainerConfig,
 )
 from everlong.trajectories.credit import GaeConfig, GroupMeanConfig
@@ -221,7 +220,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.study.stability", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--batches", type=int, default=300, help="of an arm")
     parser.add_argument("--only", nargs="*", help="names of arms; all by default")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "study-stability", help="goes on with what is there")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "runs" / "study-stability", help="goes on with what is there"
+    )
     parser.add_argument("--evidence", type=Path, default=ROOT / "docs" / "evidence" / "stability.json")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "pictures" / "stability.png")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "stability.md")

@@ -74,7 +74,7 @@ class Cut:
 
 
 CUTS = tuple(Cut(*choice) for choice in itertools.product((False, True), repeat=4))
-WORDS = tuple(dict.fromkeys(word for cut in CUTS for word in cut.words))
+WORDS = tuple(itertools.chain.from_iterable(zip(CUTS[0].words, CUTS[-1].words, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,7 @@ def recorded(cut: Cut, part: MicroBatch) -> MicroBatch:
 @cache
 def batch_of(cut: Cut) -> TrainBatch:
     shares = tuple(EpisodeShare(episode=f"e{i}", group=0, num_trainable=n, reward=0.5) for i, n in enumerate((7, 3)))
-    return TrainBatch(
-        batch=0, micro_batches=tuple(recorded(cut, part) for part in micro_batches(cut)), episodes=shares
-    )
+    return TrainBatch(batch=0, micro_batches=tuple(recorded(cut, part) for part in micro_batches(cut)), episodes=shares)
 
 
 @cache
@@ -240,7 +238,8 @@ def page() -> str:
         "",
         "A combination of settings trains, or a run with it is refused before it starts, by a message that names what does not go",
         "together. Below each loss stands with each setting of the others: **yes** where both train together on either base of the",
-        "ratio, *behaviour* or *proximal* where they do on that base alone, **no** with the numbers of the messages where they never do.",
+        "ratio, *behaviour* or *proximal* where they do on that base alone (messages 1 and 2 say why), **no** with the number of the message",
+        "where they never do.",
         "",
         f"{sum(refused is None for refused in verdicts.values())} of {len(verdicts)} combinations of loss, base, correction, kept sets, credit, cut and weights train. Each",
         "of these has made a step with a finite gradient that is not 0, the critic's with it, and the same gradient with shared tokens",

@@ -12,8 +12,8 @@ from tests.unit.trainer.tiny import SHAPE, tiny
 from everlong.contracts.tokens import KeptSets
 from everlong.models.head import logits_of, processed_log_softmax
 from everlong.models.numerics import Numerics
-from everlong.trainer.losses import Tokens, surrogate
 from everlong.trainer.config import ReinforceConfig
+from everlong.trainer.losses import Tokens, surrogate
 from everlong.trainer.scoring import hidden_states
 
 ENGINE = [-0.641854, -1.152680, -1.845827]

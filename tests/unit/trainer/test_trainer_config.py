@@ -118,7 +118,9 @@ def test_a_constant_length_goes_with_its_reduction_only():
 def test_a_projection_beside_another_logit_gradient_is_refused():
     check_projection(TrainerConfig(logit_projection="mean"), RatioConfig())
     check_projection(TrainerConfig(), RatioConfig(score_centring=True))
-    with pytest.raises(ValueError, match="trainer.logit_projection=mean acts on .*, and ratio.score_centring adds another"):
+    with pytest.raises(
+        ValueError, match="trainer.logit_projection=mean acts on .*, and ratio.score_centring adds another"
+    ):
         check_projection(TrainerConfig(logit_projection="mean"), RatioConfig(score_centring=True))
 
 

@@ -6,7 +6,7 @@ rounding may leave of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,8 +43,8 @@ class Case:
     name: str
     loss: AnyLoss
     theirs: dict[str, Any]
-    kl: AnyKl = NoKl()
-    ratio: RatioConfig = RatioConfig()
+    kl: AnyKl = field(default_factory=NoKl)
+    ratio: RatioConfig = field(default_factory=RatioConfig)
 
 
 CLIP = {"epsilon_low": 0.2, "epsilon_high": 0.28}
