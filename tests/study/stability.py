@@ -49,11 +49,17 @@ LONG = {"answer_tokens": 40, "groups": 2}
 PRETRAIN = 30
 
 
+def warm_batches(batches: int) -> int:
+    """Of demonstrations before an arm: fewer than 60 teach the toy nothing that a reward could tell apart."""
+    return max(60, batches // 2)
+
+
 def arms(batches: int) -> dict[str, list[Arm]]:
     """By the comparison that they are for; one arm may be in several."""
 
     def three(name: str, **settings: object) -> list[Arm]:
-        return [Arm.model_validate({"name": name, "seed": seed, "batches": batches, **settings}) for seed in range(3)]
+        shared = {"name": name, "batches": batches, "warm_batches": warm_batches(batches), **settings}
+        return [Arm.model_validate({**shared, "seed": seed}) for seed in range(3)]
 
     def one(name: str, **settings: object) -> list[Arm]:
         return three(name, **settings)[:1]
@@ -145,7 +151,7 @@ OF_POLICIES: Cells = {
     "reward, first": first("reward"),
     "reward, last": last("reward"),
     "entropy, last": last("entropy"),
-    "mean |log(p0/q)|, last": last("mismatch/mean"),
+    "distance from the sampler in nats, last": last("mismatch/mean"),
     "gated, last": last("ratio/gated"),
     "gradient norm, last": last("grad_norm"),
 }
@@ -230,7 +236,7 @@ def main() -> None:
     work = args.work.absolute()
     keep_to_one_code(work, PATHS)
     torch.set_num_threads(1)
-    ratios = ratios_at_staleness_0(asyncio.run(warm(work, 0)))
+    ratios = ratios_at_staleness_0(asyncio.run(warm(work, 0, warm_batches(args.batches))))
     print(ratios, flush=True)
     chosen = {
         comparison: [arm for arm in members if not args.only or arm.name in args.only]
@@ -241,7 +247,8 @@ def main() -> None:
         for arm in members:
             done = run_arm(work, arm)
             found.setdefault(comparison, {})[arm] = done
-            print(f"{arm.key}: {done.seconds:.0f} s, {dict(done.rows[-1])}", flush=True)
+            ended = {name: round(value, 4) for name in ("reward", "entropy", "loss") if (value := ends(done, name)[1])}
+            print(f"{arm.key}: {done.seconds:.0f} s, {ended}", flush=True)
     figures = {
         "staleness_0": {name: getattr(ratios, name) for name in ratios.__slots__},
         "arms": {arm.key: figures_of(arm, done) for members in found.values() for arm, done in members.items()},

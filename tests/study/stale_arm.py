@@ -66,7 +66,7 @@ PERIOD, LAG = 5, 4
 ALPHABET, STEPS = 16, 3
 RIGHT = 0.5
 """Of the letters of a demonstration."""
-WARM_BATCHES, WARM_TRACES = 150, 32
+WARM_TRACES = 32
 CHECKPOINT_EVERY = 5 * PERIOD
 FIRST = ord("a")
 VOCAB = 260
@@ -78,6 +78,8 @@ class Arm(Config):
     name: str
     seed: int = 0
     batches: int = 300
+    warm_batches: int = 150
+    """Of demonstrations, before the first that is sampled."""
     groups: int = 4
     group_size: int = 8
     answer_tokens: int = 16
@@ -149,13 +151,13 @@ def trainer_of(arm: Arm, model: Llama, store: ObjectStore, lease: asyncio.Lock) 
     )  # fmt: skip
 
 
-async def warm(work: Path, seed: int) -> Path:
-    """The checkpoint from which a seed's arms begin."""
-    folder = work / f"warm-{seed}" / "checkpoint"
+async def warm(work: Path, seed: int, num_batches: int) -> Path:
+    """The checkpoint from which a seed's arms begin, after so many batches of demonstrations."""
+    folder = work / f"warm-{seed}-{num_batches}" / "checkpoint"
     if not folder.exists():
         arm = Arm(name="warm", seed=seed, optimizer=AdamWConfig(learning_rate=2e-3, warmup_batches=20))
         trainer = trainer_of(arm, build_toy(seed), open_store("memory://"), asyncio.Lock())
-        for batch in range(WARM_BATCHES):
+        for batch in range(num_batches):
             await trainer.train(demonstrations(batch, (seed, 1, batch), WARM_TRACES, arm.answer_tokens))
         await trainer.export(str(folder))
         await trainer.close()
@@ -184,7 +186,7 @@ class Running:
         running = cls(arm, None, start)
         await running._trainer.publish()
         await running._engine.update(0)
-        batch, _ = await running._batch(0)
+        batch, _ = await running._batch(0, AdmissionConfig(zero_signal="keep"))
         await running._close()
         return batch
 
@@ -233,9 +235,9 @@ class Running:
         first = version + LAG if version else 0
         for batch in range(first, min(version + LAG + PERIOD, self._arm.batches)):
             if batch >= trained:
-                self._waiting[batch] = await self._batch(batch)
+                self._waiting[batch] = await self._batch(batch, AdmissionConfig())
 
-    async def _batch(self, batch: int) -> tuple[TrainBatch, float]:
+    async def _batch(self, batch: int, admission: AdmissionConfig) -> tuple[TrainBatch, float]:
         """And the mean reward of all its episodes, those that train nowhere too."""
         arm, groups, rewards = self._arm, [], []
         for number in range(batch * arm.groups, (batch + 1) * arm.groups):
@@ -244,7 +246,7 @@ class Running:
             episodes = await asyncio.gather(*(self._episode(number, attempt, prompt) for attempt in attempts))
             groups.append(score_group(number, "chain", episodes, arm.credit))
             rewards += [episode.reward for episode in episodes]
-        packed = pack_batch(batch, groups, PackingConfig(), AdmissionConfig(), arm.seed).train_batch
+        packed = pack_batch(batch, groups, PackingConfig(), admission, arm.seed).train_batch
         return packed if arm.replay else without_kept_sets(packed), float(np.mean(rewards))
 
     async def _episode(self, group: int, attempt: int, prompt: np.ndarray) -> Episode:
@@ -280,7 +282,7 @@ def run_arm(work: Path, arm: Arm) -> Done:
         (folder / "arm.json").write_text(json.dumps(json.loads(arm.model_dump_json()), indent=2))
 
         async def run() -> Done:
-            start = Path() if arm.traces else await warm(work, arm.seed)
+            start = Path() if arm.traces else await warm(work, arm.seed, arm.warm_batches)
             return await Running(arm, folder, start).run()
 
         done = asyncio.run(run())

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from everlong.trainer.objective import Objective
 
 ANSWERS, LONGEST, DRAWS = 8, 12, 20
-ROUNDING = 1e-7
+ROUNDING = 1e-6
 """The weights of the means are float32, whatever the logprobs are."""
 SMALLEST = 2.0**-60
 """Below the last digit of either: a difference of 0 has a ratio too."""
@@ -95,7 +95,7 @@ def _rows(case: Case, peer: Peer) -> list[Row]:
         theirs = peer.ask({**draw.request(), "settings": case.theirs})
         loss = max(loss, abs(ours[0] - theirs["loss"]))
         gradient = max(gradient, float(np.abs(ours[1] - np.array(theirs["gradient"])[draw.mask_BT]).max()))
-    return [_row(case.name, "loss_difference", loss), _row(case.name, "gradient_difference", gradient)]
+    return [_row(case.name, "loss", loss), _row(case.name, "gradient", gradient)]
 
 
 def _row(case: str, metric: str, difference: float) -> Row:
@@ -116,7 +116,7 @@ class _Draw:
     def of(seed: int) -> _Draw:
         rng = np.random.default_rng(seed)
         now = -0.5 - 3 * rng.random((ANSWERS, LONGEST))
-        behaviour, reference = (now + rng.normal(0, scale, now.shape) for scale in (0.4, 0.8))
+        behaviour, reference = (now + rng.normal(0, scale, now.shape) for scale in (0.8, 0.8))
         return _Draw(now, behaviour, reference, rng.normal(size=ANSWERS), rng.integers(1, LONGEST + 1, ANSWERS))
 
     @property
