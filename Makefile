@@ -73,8 +73,8 @@ gvisor:
 study-learning: $(STAMP)
 	$(BIN)/python -m tests.study.learning
 
-study-schedules: $(STAMP)
-	$(BIN)/python -m tests.study.schedules
+study-schedules: $(STAMP) $(VLLM_STAMP)
+	$(BIN)/python -m tests.study.schedules --vllm
 
 study-stability: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.study.stability
