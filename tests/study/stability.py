@@ -65,7 +65,7 @@ def arms(batches: int) -> dict[str, list[Arm]]:
         return three(name, **settings)[:1]
 
     def imitated(name: str, projection: str) -> list[Arm]:
-        optimizer = AdamWConfig(learning_rate=1e-2, max_grad_norm=None)
+        optimizer = AdamWConfig(learning_rate=2e-3, max_grad_norm=None)
         trainer = TrainerConfig.model_validate({"logit_projection": projection})
         scaled = {**IMITATION, "batches": IMITATION["batches"] * batches // 300}
         return one(name, optimizer=optimizer, trainer=trainer, **scaled)
