@@ -34,6 +34,7 @@ from everlong.trainer.config import (
     SapoConfig,
     TrainerConfig,
     check_effective,
+    check_projection,
     ignores_staleness,
     level_of,
 )
@@ -124,6 +125,7 @@ class RunConfig(Config):
     def _effective(self) -> RunConfig:
         if self.model.type != "scripted":
             check_effective(self.loss, self.ratio, self.trainer.updates_per_batch, self.kl)
+            check_projection(self.trainer, self.ratio)
             self._check_staleness()
         refuse_ineffective(self)
         self._check_engine()

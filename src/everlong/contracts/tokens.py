@@ -202,15 +202,17 @@ class TokenColumns:
         """Tokens to imitate: trainable but not sampled, so they have no logprob and no version."""
         return cls.context(ids).replace(trainable=np.ones(len(ids), bool))
 
-    def _check_kept(self) -> None:
+    def outside_kept(self) -> np.ndarray:
+        """int64[N]: the tokens whose recorded kept set does not hold their own id exactly once."""
         sizes = np.diff(self.kept.offsets)
         truncated = np.flatnonzero(sizes)
-        hits = np.repeat(self.ids, sizes) == self.kept.ids
         if not truncated.size:
-            return
-        found = np.add.reduceat(hits, self.kept.offsets[truncated])
-        if not np.all(found == 1):
-            token = int(truncated[np.flatnonzero(found != 1)[0]])
+            return truncated
+        hits = np.repeat(self.ids, sizes) == self.kept.ids
+        return truncated[np.add.reduceat(hits, self.kept.offsets[truncated]) != 1]
+
+    def _check_kept(self) -> None:
+        for token in self.outside_kept()[:1]:
             raise ValueError(f"kept set of token {token} lacks the sampled id {self.ids[token]}: refuse the record")
 
     def replace(self, **streams: np.ndarray | KeptSets) -> TokenColumns:

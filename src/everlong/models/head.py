@@ -12,6 +12,7 @@ from torch import Tensor
 
 from everlong.models.llama.config import LlamaConfig
 from everlong.models.numerics import Numerics, linear, steady
+from everlong.models.projection import Projection, zero_sum
 
 # T tokens, M model width, V padded vocabulary, K kept ids over all tokens
 
@@ -107,11 +108,13 @@ def token_logprobs(
     kept: tuple[Tensor, Tensor] | None,
     numerics: Numerics,
     chunk_tokens: int = 512,
+    projection: Projection = "none",
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each label, float32 [T], and the entropy of the tempered but untruncated distribution, detached, [T].
 
     Logits exist for `chunk_tokens` rows at a time, forward and backward: peak extra memory is chunk_tokens * V. `kept`
-    is (ids, offsets) of recorded kept sets. Raises ValueError where a set lacks its label.
+    is (ids, offsets) of recorded kept sets. `projection` is of the logit gradient, as the products of the backward pass take it:
+    they are in float32 then, since a cast to bfloat16 would bring the common part back. Raises ValueError where a set lacks its label.
     """
     logprobs, entropies = [], []
     for start in range(0, len(labels_T), chunk_tokens):
@@ -122,7 +125,7 @@ def token_logprobs(
             rows = ids[offsets[start] : offsets[stop]], offsets[start : stop + 1] - offsets[start]
         part = _Chunk.apply(
             hidden_TM[start:stop], head_weight_VM, labels_T[start:stop], temperature_T[start:stop], rows, start, config,
-            numerics,
+            numerics, projection,
         )  # fmt: skip
         logprobs.append(part[0])
         entropies.append(part[1])
@@ -147,6 +150,7 @@ class _Chunk(torch.autograd.Function):
         first_token: int,
         config: LlamaConfig,
         numerics: Numerics,
+        projection: Projection,
     ) -> tuple[Tensor, Tensor]:
         logits = logits_of(hidden, head_weight, config, numerics)
         keep = None
@@ -159,7 +163,7 @@ class _Chunk(torch.autograd.Function):
         # in place, since fresh memory for a chunk of logits costs as much as the arithmetic
         entropy = full.exp().mul_(full.clamp_(min=-1e30)).sum(-1).neg_()
         ctx.save_for_backward(hidden, head_weight, labels, temperature)
-        ctx.kept, ctx.config, ctx.numerics = kept, config, numerics
+        ctx.kept, ctx.config, ctx.numerics, ctx.projection = kept, config, numerics, projection
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -172,6 +176,7 @@ class _Chunk(torch.autograd.Function):
             weight, keep, places = head_weight, None, labels
             if ctx.kept is not None and len(ctx.kept[0]):
                 keep = keep_mask(*ctx.kept, vocab_rows=len(weight))
+                keep[:, ctx.config.vocab_size :] = False
             logits = logits_of(hidden, weight, ctx.config, ctx.numerics)
         else:
             weight, places = head_weight[ids], torch.searchsorted(ids, labels)
@@ -181,15 +186,17 @@ class _Chunk(torch.autograd.Function):
         scale_T = gradient_T / temperature
         d_logits = processed_log_softmax(logits, temperature, keep).exp_().mul_(-scale_T[:, None])
         d_logits.scatter_add_(-1, places[:, None], scale_T[:, None])
-        dtype = torch.float32 if ctx.numerics is Numerics.ALIGNED else head_weight.dtype
+        d_logits = zero_sum(d_logits, ctx.config.vocab_size if keep is None else keep, places, ctx.projection)
+        wide = ctx.numerics is Numerics.ALIGNED or ctx.projection != "none"
+        dtype = torch.float32 if wide else head_weight.dtype
         d_logits = d_logits.to(dtype)
         d_hidden = (d_logits @ weight.to(dtype)).to(hidden.dtype)
         if not ctx.needs_input_grad[1]:
-            return d_hidden, *(None,) * 7
+            return d_hidden, *(None,) * 8
         d_weight = (d_logits.T @ hidden.to(dtype)).to(head_weight.dtype)
         if ids is not None:
             d_weight = torch.zeros_like(head_weight).index_copy_(0, ids, d_weight)
-        return d_hidden, d_weight, *(None,) * 6
+        return d_hidden, d_weight, *(None,) * 7
 
 
 def _kept_somewhere(kept: tuple[Tensor, Tensor] | None) -> Tensor | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from everlong.contracts.config import Config
@@ -75,6 +77,7 @@ __all__ = [
     "TokenTruncation",
     "TrainerConfig",
     "check_effective",
+    "check_projection",
     "ignores_staleness",
     "level_of",
 ]
@@ -85,8 +88,22 @@ class TrainerConfig(Config):
     """Optimiser steps over the same batch."""
     head_chunk_tokens: int = Field(128, ge=1)
     """Rows of logits that exist at a time; fewer need less memory."""
+    logit_projection: Literal["none", "mean", "exact_target"] = "none"
+    """What rounding leaves of the sum of a row's logit gradient, which is 0 in exact arithmetic, is taken out of it: spread over the
+    ids that can be sampled (mean, arXiv:2605.06152), or put where it is lost, at the label (exact_target). The head's backward
+    then multiplies in float32."""
     checkpoint_keep: int = Field(2, ge=1)
     """Newest checkpoints that stay in the store."""
+
+
+def check_projection(trainer: TrainerConfig, ratio: RatioConfig) -> None:
+    """Raises ValueError where a part of the logit gradient would not be projected."""
+    if trainer.logit_projection != "none" and ratio.score_centring:
+        raise ValueError(
+            f"trainer.logit_projection={trainer.logit_projection} acts on the gradient of each token's logprob, and "
+            "ratio.score_centring adds another to the same logits: set trainer.logit_projection to none, or "
+            "ratio.score_centring to false"
+        )
 
 
 def check_effective(loss: AnyLoss, ratio: RatioConfig, updates_per_batch: int, kl: AnyKl) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from everlong.models.centring import Weigh
+from everlong.models.projection import Projection
 from everlong.trainer.branches import Branches
 from everlong.trainer.corrections import correct, off_policy, token_weights
 from everlong.trainer.kl_config import WITHOUT_KL, AnyKl, KlLoss, KlReward, NoKl
@@ -31,6 +32,8 @@ class Objective:
     loss: AnyLoss
     ratio: RatioConfig
     kl: AnyKl = WITHOUT_KL
+    projection: Projection = "none"
+    """Of the logit gradient of every trained token."""
 
     @property
     def level(self) -> Level:

@@ -110,6 +110,13 @@ def check_micro_batch(index: int, micro_batch: MicroBatch, model: LlamaConfig) -
             f"sampled token {bare[0]} of {name} has logprob {columns.logprobs[bare[0]]} and temperature "
             f"{columns.temperatures[bare[0]]}: both must be recorded at sampling, they are never filled in later"
         )
+    lacking = columns.outside_kept()
+    lacking = lacking[(columns.sampled & trained_tokens(columns))[lacking]]
+    if lacking.size:
+        raise ValueError(
+            f"kept set of token {lacking[0]} of {name} lacks the sampled id {columns.ids[lacking[0]]}: sets are recorded at "
+            "sampling and replayed as they are, so the record is of another token"
+        )
 
 
 def _kept_rows(kept: KeptSets, tokens: np.ndarray) -> tuple[Tensor, Tensor] | None:

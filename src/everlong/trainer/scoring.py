@@ -13,6 +13,7 @@ from everlong.models.attention import TreeAttention
 from everlong.models.centring import Weigh, expected_scores
 from everlong.models.head import token_logprobs
 from everlong.models.llama.model import Llama
+from everlong.models.projection import Projection
 from everlong.trainer.replay import Rows, rows_of
 
 
@@ -47,8 +48,9 @@ def score_rows(
     *,
     full: bool = False,
     weigh: Weigh | None = None,
+    projection: Projection = "none",
 ) -> RowScores:
-    """`full`: the untruncated logprobs too, which costs a second pass through the head. `weigh`: the expected score of the sampler
+    """`projection`: of the logit gradient. `full`: the untruncated logprobs too, which costs a second pass through the head. `weigh`: the expected score of the sampler
     too, with these weights, which costs a pass over the kept ids."""
     hidden_TM = hidden_states(model, micro_batch)
     hidden_RM = hidden_TM[rows.predecessors_R]
@@ -56,7 +58,7 @@ def score_rows(
     def logprobs(kept: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         return token_logprobs(
             hidden_RM, model.head_weight, model.config, rows.labels_R, rows.temperatures_R, kept, model.numerics,
-            head_chunk_tokens,
+            head_chunk_tokens, projection,
         )  # fmt: skip
 
     logprobs_R, entropy_R = logprobs(rows.kept)

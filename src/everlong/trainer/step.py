@@ -63,7 +63,7 @@ def batch_gradient(
         with tally.seconds("forward"):
             scores = score_rows(
                 model, prepared.micro_batch, prepared.rows, head_chunk_tokens, full=objective.full_support,
-                weigh=objective.weigh,
+                weigh=objective.weigh, projection=objective.projection,
             )  # fmt: skip
         own = _start_of(scores, prepared)
         start = own if starts is None else starts[index]

@@ -37,6 +37,7 @@ from everlong.trainer.config import (
     RatioConfig,
     TrainerConfig,
     check_effective,
+    check_projection,
     ignores_staleness,
 )
 from everlong.trainer.corrections import mismatch_by_engine, mismatch_metrics
@@ -83,12 +84,13 @@ class PolicyTrainer:
         Takes over the model. Raises ValueError where the loss could not change the gradient.
         """
         check_effective(loss, ratio, config.updates_per_batch, kl)
+        check_projection(config, ratio)
         if numerics is not model.numerics:
             raise ValueError(
                 f"the model was built with numerics {model.numerics}, the trainer was asked for {numerics}"
             )
         self._model, self._config, self._optimizer_config = model, config, optimizer
-        self._objective = Objective(loss, ratio, kl)
+        self._objective = Objective(loss, ratio, kl, config.logit_projection)
         self._reference = None if isinstance(kl, NoKl) else ReferencePolicy(model, store)
         # a copy, so that a run without checkpoint can start anew in a trainer that has trained
         self._initial = {name: weight.detach().clone() for name, weight in model.trained_weights().items()}

@@ -227,6 +227,7 @@ CHANGES = {
     "critic.pretrain_batches": Change(1, {**GAE, "schedule.num_batches": 2}),
     "trainer.updates_per_batch": Change(3),
     "trainer.head_chunk_tokens": Change(64),
+    "trainer.logit_projection": Change("mean"),
     "trainer.checkpoint_keep": Change(5),
     "weights.store": Change("other-store"),
     "weights.anchor_every": Change(3),
@@ -623,6 +624,10 @@ def test_an_option_without_effect_beside_others_is_refused(change: dict[str, Any
         ({**CENTRED, "ratio.score_centring": True, "sampling.top_k": 0}, "whole vocabulary, which is not recorded"),
         ({**CENTRED, "ratio.score_centring": True, **VLLM}, "which an engine of type vllm does not give"),
         ({**CENTRED, "ratio.score_centring": True, **GRPO, **PROXIMAL}, "loss grpo has a gate of its own"),
+        (
+            {**CENTRED, "ratio.score_centring": True, "trainer.logit_projection": "mean"},
+            "adds another to the same logits",
+        ),
         ({**BOUNDED, "critic.head.low": 1.0}, "critic.head bounds leave no room"),
         ({"weights.store": "memory://"}, "does not outlive it"),
         ({**LORA, **MUON}, "adapter.type=lora there are only its two factors"),
