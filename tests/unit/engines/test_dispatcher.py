@@ -362,14 +362,15 @@ class FaultSchedules(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def its_engine_is_lost(self, data):
-        """With all that it had; who had it says so one after the other."""
+        """With all that it had; who had it says so one after the other. One that had failed waits for the next version."""
         lost = data.draw(st.sampled_from(sorted(set(self.running.values()))))
+        had_failed = self.pool.members()[lost].state is MemberState.FAILED
         for ticket in [ticket for ticket, engine in self.running.items() if engine == lost]:
             del self.running[ticket]
             (self.broke_on if lost in self.lost_on[ticket] else self.lost_on)[ticket].add(lost)
             self.waiting.add(ticket)
             self.take(self.pool.on_event(Broke(ticket, "lost", self.now_s, lost=True)))
-        assert lost in self.quarantined or lost in self.updating
+        assert lost in self.quarantined or lost in self.updating or had_failed
 
     @precondition(lambda self: self.running or self.waiting)
     @rule(data=st.data())
