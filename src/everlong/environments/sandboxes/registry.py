@@ -16,7 +16,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from everlong.environments.sandboxes.memory_group import make_group, remove_group
+from everlong.environments.sandboxes.memory_group import make_group, own_group, remove_group
 from everlong.environments.sandboxes.trees import remove_tree
 
 MARKER = "EVERLONG_SANDBOX"
@@ -43,6 +43,20 @@ class Claim:
         with open(self.folder / _GROUPS, "a") as file:
             file.write(f"{group}\n")
         make_group(group, limit_bytes)
+
+    def usable_groups(self) -> Path | None:
+        """The memory group that we run in, if a limited one can be made below it: found by making one."""
+        folder = own_group()
+        if folder is None:
+            return None
+        trial = folder / f"everlong-{self.folder.name}-trial"
+        try:
+            self.make_group(trial, 64 << 20)
+        except OSError:
+            return None
+        finally:
+            remove_group(str(trial))
+        return folder
 
     def release(self) -> None:
         """Idempotent."""
@@ -71,15 +85,28 @@ def sweep(root: Path, prefix: str = _PREFIX) -> list[Path]:
     """Remove every folder of ours below `root` whose manager is dead, with its processes and groups; gives their paths."""
     swept = []
     for folder in sorted(root.glob(f"{prefix}*")):
-        lock = _try_lock(folder / "lock", create=False) if _is_ours(folder) else None
-        if lock is None:
+        if not _is_ours(folder):
             continue
-        try:
-            _clear(folder)
+        lock = _try_lock(folder / "lock", create=False)
+        if lock is not None:
+            try:
+                _clear(folder)
+            finally:
+                os.close(lock)
+        elif not _remove_empty(folder):
+            continue
+        if not folder.exists():
             swept.append(folder)
-        finally:
-            os.close(lock)
     return swept
+
+
+def _remove_empty(folder: Path) -> bool:
+    """Whether it was empty: its manager died, or is, between making it and locking it (and then makes another one)."""
+    try:
+        folder.rmdir()
+    except OSError:
+        return False
+    return True
 
 
 def _is_ours(folder: Path) -> bool:
@@ -92,12 +119,16 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _clear(folder: Path) -> None:
+    """Remove what a manager made. The lock goes last: whoever is killed on the way leaves a folder that the next one finds."""
     kill_marked(f"{folder}/")
     groups = folder / _GROUPS
-    if groups.exists():
-        for group in groups.read_text().split():
-            remove_group(group)
-    remove_tree(folder)
+    left = groups.exists() and not all([remove_group(group) for group in groups.read_text().splitlines()])
+    kept = {"lock", _GROUPS} if left else {"lock"}
+    for entry in list(folder.glob("*")):
+        if entry.name not in kept:
+            remove_tree(entry)
+    if not left:  # else the next one tries again
+        remove_tree(folder)
 
 
 def _try_lock(path: Path, *, create: bool) -> int | None:

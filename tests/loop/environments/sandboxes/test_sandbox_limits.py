@@ -17,7 +17,7 @@ LIMITS = Limits(memory_mb=64, disk_mb=20, processes=40, output_bytes=1 << 16)
 async def backend(request, tmp_path, monkeypatch):
     """sampled: namespaces, with memory sampled although a control group may be to be had."""
     if request.param == "sampled":
-        monkeypatch.setattr("everlong.environments.sandboxes.local.usable_parent", lambda: None)
+        monkeypatch.setattr("everlong.environments.sandboxes.registry.Claim.usable_groups", lambda claim: None)
     made = LocalBackend(tmp_path / "s", isolation="none" if request.param == "none" else "namespaces")
     try:
         await made.probe()
