@@ -65,6 +65,8 @@ class Attack:
     root; or by a control of its own in the tests."""
     twice: bool = False
     """A second sandbox runs it too: what the first one left is the prey."""
+    own_kernel: str = ""
+    """Why it may come through where the sandbox has a kernel of its own: what it gets there is that kernel's."""
     machines: tuple[str, ...] = ()
     """Where it can be tried at all; empty is everywhere."""
 
@@ -328,6 +330,7 @@ for name in ("kmsg", "kvm", "fuse", "net/tun", "loop-control", "btrfs-control", 
     if attempt(lambda: os.close(os.open(f"/dev/{name}", os.O_RDWR | os.O_NOCTTY)) or True):
         escaped(name)
 """,
+        own_kernel="its fuse, tun and terminals are its own",
     ),
     Attack(
         "kernel-settings",
@@ -355,7 +358,12 @@ for name in ("kcore", "kmsg"):
         escaped(name)
 """,
     ),
-    Attack("priority", "run before the processes of the host", 'if attempt(lambda: os.setpriority(0, 0, -5) or True): escaped("-5")'),
+    Attack(
+        "priority",
+        "run before the processes of the host",
+        'if attempt(lambda: os.setpriority(0, 0, -5) or True): escaped("-5")',
+        own_kernel="the host's processes keep theirs",
+    ),
     Attack(
         "host-name",
         "rename the machine",

@@ -81,7 +81,8 @@ class Place:
         found = await BESIDE[attack.name](sandbox, stage) if attack.name in BESIDE else []
         result = await running
         said = result.output.decode(errors="replace")
-        found += [line for line in said.splitlines() if "ESCAPED" in line]
+        if not (attack.own_kernel and isinstance(self._backend, GvisorBackend)):
+            found += [line for line in said.splitlines() if "ESCAPED" in line]
         if attack.name in AFTER:
             found += await AFTER[attack.name](sandbox, stage, result)
         fine = await sandbox.exec(Command(argv=("sh", "-c", "echo fine"), timeout_s=ANSWER_S))

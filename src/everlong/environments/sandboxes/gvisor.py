@@ -47,7 +47,7 @@ from everlong.environments.sandboxes.local import BASE_ENV
 from everlong.environments.sandboxes.memory_group import remove_group
 from everlong.environments.sandboxes.registry import Claim, sweep
 from everlong.environments.sandboxes.stacking import Layer, LayerStore
-from everlong.environments.sandboxes.syscalls import UNCOUNTED, refusal
+from everlong.environments.sandboxes.syscalls import REFUSED, UNCOUNTED, refusal
 from everlong.environments.sandboxes.trees import TreeSize, check_room, remove_tree
 
 _PYTHON = "/usr/bin/python3"
@@ -386,7 +386,7 @@ class GvisorSandbox:
             "names": self._room().entries,
             "processes": limits.processes,
             "memory_group": "",
-            "filter": refusal(os.uname().machine, UNCOUNTED),
+            "filter": refusal(os.uname().machine, REFUSED + UNCOUNTED),
         }
 
 

@@ -52,6 +52,7 @@ SAMPLE_S = 0.1
 """Memory and processes are looked at this often: what a command can grow within it is the overshoot."""
 DISK_SAMPLE_S = 1.0
 SHM_BYTES = 64 << 20
+SHM_INFO, MSG_INFO = 14, 12
 OPEN_FILES = 4096
 """A process may have so many: each holds memory of the kernel that no sample sees."""
 INOTIFY_INSTANCES = 32
@@ -180,7 +181,7 @@ def escape(path):
 
 def enter_guest():
     """In gVisor the whole kernel is the sandbox's own: only the processes of this command need to be told apart."""
-    unshare("mount namespace", NEWNS)
+    unshare("mount, ipc namespaces", NEWNS | NEWIPC)
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
 
@@ -588,10 +589,9 @@ class Supervisor:
         if self.request["memory_group"] >= 0 or self.request["seen_root"]:
             return 0  # a control group counts it; without namespaces it is the host's
         if self.request["guest"]:
-            return tree_size("/dev/shm")[0] + sum_column("/proc/sysvipc/shm", "size")
+            return tree_size("/dev/shm")[0] + segment_bytes()
         memory = os.statvfs("/dev/shm")
-        segments = sum_column("/proc/sysvipc/shm", "rss") + sum_column("/proc/sysvipc/msg", "cbytes")
-        return (memory.f_blocks - memory.f_bfree) * memory.f_frsize + segments
+        return (memory.f_blocks - memory.f_bfree) * memory.f_frsize + segment_bytes()
 
     def check_disk(self, pids):
         used, names = self.own_files()
@@ -700,14 +700,12 @@ def nameless_bytes(pids):
     return sum(found.values())
 
 
-def sum_column(path, name):
-    """Of one of the kernel's tables; 0 where it has none."""
-    try:
-        with open(path) as file:
-            head = file.readline().split()
-            return sum(int(line.split()[head.index(name)]) for line in file)
-    except (OSError, ValueError, IndexError):
-        return 0
+def segment_bytes():
+    """Memory of System V segments and messages in this namespace, attached or not."""
+    segments, messages = (ctypes.c_ulong * 8)(), (ctypes.c_int * 16)()
+    libc.shmctl(0, SHM_INFO, ctypes.byref(segments))  # how many, pages, resident pages, ...
+    libc.msgctl(0, MSG_INFO, ctypes.byref(messages))  # ..., the seventh is the bytes of all messages
+    return segments[2] * os.sysconf("SC_PAGESIZE") + messages[6]
 
 
 def resident_bytes(pid):

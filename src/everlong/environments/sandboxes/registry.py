@@ -1,7 +1,8 @@
 """Who owns which sandbox folders, so that what a killed manager left behind is found and removed, and nothing else.
 
 `root/run-XXXXXXXX/lock` is locked (flock) for as long as its manager lives: the kernel lets go of it however the manager ends,
-and no process id can be mistaken for another. `root/run-XXXXXXXX/memory_groups` lists the control groups it made.
+and no process id can be mistaken for another. A
+child that was just forked holds it too, until its program begins: where the process that the file names is gone, that is waited for. `root/run-XXXXXXXX/memory_groups` lists the control groups it made.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import select
 import signal
 import stat
 import tempfile
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ MARKER = "EVERLONG_SANDBOX"
 """Environment variable by which a sandbox's processes are found where no namespace holds them together."""
 _GROUPS = "memory_groups"
 _PREFIX = "run-"
+_FORKED_S = 30.0
 
 
 class Claim:
@@ -138,13 +141,44 @@ def _try_lock(path: Path, *, create: bool) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        until = time.monotonic() + _FORKED_S
+        while not _lock_now(fd):
+            if create or not _owner_is_gone(fd) or time.monotonic() > until:
+                os.close(fd)
+                return None
+            time.sleep(0.02)
         if path.exists() and path.stat().st_ino == os.fstat(fd).st_ino:
+            if create:
+                os.pwrite(fd, f"{os.getpid()} {_began(os.getpid())}".encode(), 0)
             return fd
-    except BlockingIOError:
-        pass
+    except BaseException:
+        os.close(fd)
+        raise
     os.close(fd)
     return None
+
+
+def _lock_now(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _owner_is_gone(fd: int) -> bool:
+    """Whether the process that made this lock has ended; one that has not said its name yet has not."""
+    pid, _, began = os.pread(fd, 100, 0).decode().partition(" ")
+    return pid.isdigit() and _began(int(pid)) != began
+
+
+def _began(pid: int) -> str:
+    """When it began, in ticks: no two processes of one id share it. Empty where there is none, or where it is dead already."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return ""
+    return "" if words[0] in "ZX" else words[19]
 
 
 def kill_marked(prefix: str) -> list[int]:

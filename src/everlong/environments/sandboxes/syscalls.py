@@ -56,6 +56,8 @@ _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 _X32_BIT = 0x40000000
+_Instruction = tuple[int, int, str, str]
+"""What to do, with which value, and where to go on if it is so and if it is not (empty is the next one)."""
 _TERMINAL_INPUT = (0x5412, 0x541C)
 """ioctl TIOCSTI and TIOCLINUX: they type into the terminal of whoever started us."""
 
@@ -66,8 +68,7 @@ def refusal(machine: str, names: Sequence[str]) -> bytes:
     `machine`: as `os.uname()` names it. Raises KeyError for one whose numbers are not known.
     """
     architecture, numbers = MACHINES[machine]
-    refused = [numbers[name] for name in names if name in numbers]
-    tests = len(refused)
+    refused = sorted(numbers[name] for name in names if name in numbers)
     # Every jump counts the instructions that it passes over; the answers come last, in this order.
     answers = {
         "allow": _ALLOW,
@@ -75,24 +76,31 @@ def refusal(machine: str, names: Sequence[str]) -> bytes:
         "family": _ERROR | _EAFNOSUPPORT,
         "permission": _ERROR | _EPERM,
     }
-    program: list[tuple[int, int, str, str]] = [
+    families: list[_Instruction] = [
+        (_LOAD, _FIRST_ARGUMENT, "", ""),
+        *((_EQUAL, family, "allow", "") for family in FAMILIES[:-1]),
+        (_EQUAL, FAMILIES[-1], "allow", "family"),
+    ]
+    numbered: list[_Instruction] = [
         (_LOAD, _ARCHITECTURE, "", ""),
         (_EQUAL, architecture, "", "lacking"),
         (_LOAD, _NUMBER, "", ""),
         (_AT_LEAST, _X32_BIT, "lacking", ""),
-        *((_EQUAL, number, "lacking", "") for number in refused),
         (_EQUAL, numbers["socket"], "families", ""),
         (_EQUAL, numbers["socketpair"], "families", ""),
-        (_EQUAL, numbers["ioctl"], "ioctl", "allow"),
-        (_LOAD, _FIRST_ARGUMENT, "", ""),
-        *((_EQUAL, family, "allow", "") for family in FAMILIES[:-1]),
-        (_EQUAL, FAMILIES[-1], "allow", "family"),
+        (_EQUAL, numbers["ioctl"], "ioctl", ""),
+        (_AT_LEAST, refused[0], "", "allow"),  # the usual ones (read, write, open) are the lowest: they go no further
+        *((_EQUAL, number, "lacking", "") for number in refused[:-1]),
+        (_EQUAL, refused[-1], "lacking", "allow"),
+    ]
+    program = [
+        *numbered,
+        *families,
         (_LOAD, _SECOND_ARGUMENT, "", ""),
         (_EQUAL, _TERMINAL_INPUT[0], "permission", ""),
         (_EQUAL, _TERMINAL_INPUT[1], "permission", "allow"),
     ]
-    families = 4 + tests + 3
-    places = {"families": families, "ioctl": families + 1 + len(FAMILIES)}
+    places = {"families": len(numbered), "ioctl": len(numbered) + len(families)}
     places |= {name: len(program) + index for index, name in enumerate(answers)}
 
     def passed_over(label: str, here: int) -> int:
