@@ -11,7 +11,7 @@ SEAWEEDFS_VENV := .venv-seaweedfs
 SEAWEEDFS_STAMP := $(SEAWEEDFS_VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup vllm seaweedfs train test unit loop system gvisor campaign study-learning study-schedules peers check format docs clean help
+.PHONY: setup vllm seaweedfs train test unit loop system gvisor campaign campaign-sandboxes study-learning study-schedules peers check format docs clean help
 
 help:
 	@echo "make setup   install everlong into $(VENV); the command is $(BIN)/everlong"
@@ -26,6 +26,7 @@ help:
 	@echo "make study-schedules  the quickstart in rounds, partial and asynchronous, half an hour"
 	@echo "make peers   what the benches engine and step are measured against: transformers and TRL, 1.3 GB"
 	@echo "make campaign  kill -9 campaign on a real run; writes docs/evidence/"
+	@echo "make campaign-sandboxes  the same on processes that use sandboxes"
 
 setup: $(STAMP)
 
@@ -76,6 +77,9 @@ study-schedules: $(STAMP) $(VLLM_STAMP)
 
 campaign: $(STAMP)
 	$(BIN)/python -m tests.campaign.kill --kills 10
+
+campaign-sandboxes: $(STAMP) gvisor
+	$(BIN)/python -m tests.campaign.sandboxes --kills 100
 
 peers: $(STAMP)
 	$(BIN)/python -m everlong.cli.benches.peers.environment

@@ -156,7 +156,10 @@ def _cannot_be_removed(attack: Attack, stage: Stage) -> bool:
 
 
 def _finds_an_open_file(attack: Attack, stage: Stage) -> bool:
-    with open(stage.secret) as file, start_alone(attack, stage, stdout=subprocess.PIPE, pass_fds=(file.fileno(),)) as one:
+    with (
+        open(stage.secret) as file,
+        start_alone(attack, stage, stdout=subprocess.PIPE, pass_fds=(file.fileno(),)) as one,
+    ):
         return b"ESCAPED" in one.communicate(timeout=_RUN_S)[0]
 
 

@@ -437,7 +437,11 @@ if holds("/dev/shm/" + aim["shm"]):
     escaped("POSIX")
 """,
     ),
-    Attack("io-uring", "reach the kernel past any filter of calls", 'if libc.syscall(425, 4, ctypes.create_string_buffer(120)) >= 0: escaped("ring")'),
+    Attack(
+        "io-uring",
+        "reach the kernel past any filter of calls",
+        'if libc.syscall(425, 4, ctypes.create_string_buffer(120)) >= 0: escaped("ring")',
+    ),
     Attack(
         "bpf",
         "load something into the kernel",

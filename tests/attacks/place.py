@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import json
 import os
-import subprocess
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ from everlong.environments.grading.verifier import grade
 from everlong.environments.sandboxes import layout
 from everlong.environments.sandboxes.gvisor import GvisorBackend
 from everlong.environments.sandboxes.local import LocalBackend
+from everlong.environments.sandboxes.trees import remove_tree
 from everlong.environments.tasks.harbor import read_task
 from everlong.environments.tasks.terminal.generate import make_terminal
 
@@ -269,7 +269,7 @@ async def serve(kind: str, root: Path, given: Path, runsc: str) -> None:
         found = await place.grade(rest, folder) if first == "grade" else await place.run(first)
         say({"found": found})
     await backend.close()
-    subprocess.run(["rm", "-rf", str(folder)], check=False)
+    remove_tree(folder)
 
 
 def say(answer: object) -> None:

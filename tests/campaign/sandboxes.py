@@ -180,7 +180,9 @@ class Bystanders:
         self._manager.stdin.flush()
         said = self._manager.stdout.readline().decode().strip()
         found = [] if said == "fine" else [f"the other manager says {said!r}"]
-        found += ["a process that only looks like ours was killed" for other in self._others if other.poll() is not None]
+        found += [
+            "a process that only looks like ours was killed" for other in self._others if other.poll() is not None
+        ]
         if not (self._folder / "lock").exists():
             found.append("the folder of the other manager was touched")
         if not self._family <= _family(self._manager.pid):

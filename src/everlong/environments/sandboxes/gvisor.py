@@ -27,6 +27,7 @@ import msgspec
 
 from everlong.contracts.errors import SandboxError, WorkspaceTooLarge
 from everlong.contracts.ports import Capabilities, Command, ExecResult, PauseTo, SandboxSpec, Snapshot
+from everlong.contracts.records import Limits
 from everlong.environments.sandboxes import guest_files
 from everlong.environments.sandboxes.bundle import ASK, TOOLS, first_process, lay_out_etc, lay_out_root, write_bundle
 from everlong.environments.sandboxes.folders import Territory

@@ -372,7 +372,9 @@ def restrict_writes(folders):
     ruled = (ctypes.c_uint64 * 3)(LANDLOCK_WRITES, 0, LANDLOCK_SCOPES)
     rules = call("landlock", libc.syscall(SYS_LANDLOCK_CREATE, ctypes.byref(ruled), ctypes.sizeof(ruled), 0))
     inside = LANDLOCK_WRITES & ~LANDLOCK_MAKES_DEVICE
-    allowed = [(path, inside) for path in (*folders, "/dev/shm")] + [(path, LANDLOCK_FILE_WRITES) for path in ("/dev", "/proc")]
+    allowed = [(path, inside) for path in (*folders, "/dev/shm")] + [
+        (path, LANDLOCK_FILE_WRITES) for path in ("/dev", "/proc")
+    ]
     for path, writes in allowed:
         folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
         # struct landlock_path_beneath_attr is packed: 8 bytes of rights, 4 of a descriptor.
@@ -562,7 +564,8 @@ class Supervisor:
         kept = self.kept_bytes()
         if sum(resident_bytes(pid) for pid in pids) + kept > self.request["memory_bytes"]:
             # Resident pages count once per process that maps them; this finer sum costs more, so it comes second.
-            anonymous, shared = (sum(sizes) for sizes in zip((0, 0), *(own_bytes(pid) for pid in pids)))
+            sizes = [own_bytes(pid) for pid in pids]
+            anonymous, shared = sum(size[0] for size in sizes), sum(size[1] for size in sizes)
             self.memory_exceeded |= anonymous + max(shared, kept) > self.request["memory_bytes"]
         # Namespaces have the kernel's own limit; without them this is the only one.
         too_many = len(pids) > self.request["processes"]

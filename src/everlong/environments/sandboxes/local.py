@@ -542,7 +542,9 @@ def refused_calls(*, counted: bool) -> bytes:
     """The filter for this machine. `counted`: a control group holds the memory. Raises SandboxError."""
     machine = os.uname().machine
     if machine not in MACHINES:
-        raise SandboxError(f"namespaces need a machine whose system calls are known ({', '.join(MACHINES)}), got {machine}")
+        raise SandboxError(
+            f"namespaces need a machine whose system calls are known ({', '.join(MACHINES)}), got {machine}"
+        )
     return refusal(machine, REFUSED if counted else REFUSED + UNCOUNTED)
 
 

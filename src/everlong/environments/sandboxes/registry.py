@@ -125,7 +125,8 @@ def _clear(folder: Path) -> None:
     """Remove what a manager made. The lock goes last: whoever is killed on the way leaves a folder that the next one finds."""
     kill_marked(f"{folder}/")
     groups = folder / _GROUPS
-    left = groups.exists() and not all([remove_group(group) for group in groups.read_text().splitlines()])
+    made = groups.read_text().splitlines() if groups.exists() else []
+    left = [group for group in made if not remove_group(group)]
     kept = {"lock", _GROUPS} if left else {"lock"}
     for entry in list(folder.glob("*")):
         if entry.name not in kept:
