@@ -219,7 +219,7 @@ def _look_after(kind: Kind, root: Path, before: set[Path], dead: set[Path]) -> l
         return swept
 
     swept = asyncio.run(start())
-    found = [] if set(swept) == dead else [f"it removed {swept}, not {dead}"]
+    found = [f"it removed {path}" for path in set(swept) - dead]
     found += [f"{path} is left" for path in set(root.iterdir()) - before]
     found += [f"{path} is gone" for path in before - set(root.iterdir())]
     for folder in dead:

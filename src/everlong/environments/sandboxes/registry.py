@@ -25,7 +25,7 @@ MARKER = "EVERLONG_SANDBOX"
 """Environment variable by which a sandbox's processes are found where no namespace holds them together."""
 _GROUPS = "memory_groups"
 _PREFIX = "run-"
-_FORKED_S = 30.0
+_FORKED_S = 5.0
 
 
 class Claim:
