@@ -407,14 +407,6 @@ class Namespace:
         except ProcessLookupError:
             pass
 
-    def kill(self):
-        try:
-            os.kill(-1, SIGKILL)
-            while True:
-                os.waitpid(-1, 0)
-        except (ProcessLookupError, ChildProcessError):
-            pass
-
 
 class Descendants:
     """Everything below this process, which adopts the orphans among them."""
@@ -440,13 +432,19 @@ class Descendants:
             except OSError:
                 pass
 
-    def kill(self):
-        while True:
-            self.signal(SIGKILL)
-            try:
-                os.waitpid(-1, 0)
-            except ChildProcessError:
-                return
+
+def kill_family(family):
+    """Until none is left. Again and again: gVisor may miss one that is just being forked, and waiting for it would never end."""
+    wait_s = 0.0005
+    while True:
+        family.signal(SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, SAMPLE_S)
 
 
 class Stopped(Exception):
@@ -472,7 +470,7 @@ class Supervisor:
             self.watch(output)
         finally:
             if self.status is None or not self.request["keep_processes"]:
-                self.family.kill()
+                kill_family(self.family)
         elapsed = time.monotonic() - self.begin
         self.drain(output)
         self.check_group()
