@@ -181,9 +181,8 @@ async def test_memory_that_nobody_maps_counts_too(backend):
     if (await backend.probe()).isolation == "none":
         pytest.skip("without namespaces shared memory is the host's")
     sandbox = await backend.create(SandboxSpec(name="a", limits=LIMITS))
-    result = await sh(
-        sandbox, "head -c 60000000 /dev/zero > /dev/shm/f; python3 -c 'b = bytearray(30 << 20)'; sleep 30"
-    )
+    fill = "for i in 1 2 3; do head -c 18000000 /dev/zero > /dev/shm/$i || exit 1; done"
+    result = await sh(sandbox, f"{fill}; python3 -c 'import time; b = bytearray(30 << 20); time.sleep(30)'")
     assert (result.exit_code, result.memory_exceeded) == (137, True)
 
 
