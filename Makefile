@@ -11,7 +11,7 @@ SEAWEEDFS_VENV := .venv-seaweedfs
 SEAWEEDFS_STAMP := $(SEAWEEDFS_VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup vllm seaweedfs train test unit loop system gvisor campaign study-learning study-schedules study-stability pairs peers check format docs clean help
+.PHONY: setup vllm seaweedfs train test unit loop system gvisor campaign campaign-sandboxes study-learning study-schedules study-stability pairs peers check format docs clean help
 
 help:
 	@echo "make setup   install everlong into $(VENV); the command is $(BIN)/everlong"
@@ -28,6 +28,7 @@ help:
 	@echo "make pairs   docs/pairs.md: which settings train together, and what refuses the others"
 	@echo "make peers   what the benches engine, step and losses are measured against: transformers and TRL, 1.3 GB"
 	@echo "make campaign  kill -9 campaign on a real run; writes docs/evidence/"
+	@echo "make campaign-sandboxes  the same on processes that use sandboxes"
 
 setup: $(STAMP)
 
@@ -85,6 +86,9 @@ pairs: $(STAMP)
 
 campaign: $(STAMP)
 	$(BIN)/python -m tests.campaign.kill --kills 10
+
+campaign-sandboxes: $(STAMP) gvisor
+	$(BIN)/python -m tests.campaign.sandboxes --kills 100
 
 peers: $(STAMP)
 	$(BIN)/python -m everlong.cli.benches.peers.environment
