@@ -37,7 +37,10 @@ def _benches() -> dict[str, tuple[str, Callable[..., list[Row]]]]:
 
     return {
         "aligned": ("aligned numerics against fast ones: a training step and decoding on the toy", aligned.measure),
-        "delta": ("a delta's size against plain codings and its entropy, its speed, and an engine's pause", delta.measure),
+        "delta": (
+            "a delta's size against plain codings and its entropy, its speed, and an engine's pause",
+            delta.measure,
+        ),
         "engine": ("the embedded engine against Hugging Face generate, SmolLM2-135M", engine.measure),
         "ledger": ("group commit against one commit per fact", ledger.measure),
         "lora": ("one RL step and one version through adapters against every weight, SmolLM2-135M", lora.measure),

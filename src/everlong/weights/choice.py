@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from everlong.weights.codec import count_changed, encode_full
+import numpy as np
+
 from everlong.weights.manifest import Codec, TensorEntry
 from everlong.weights.sparse import encode_sparse
 from everlong.weights.tensors import RawTensor
+from everlong.weights.whole import encode_full
 
 
 def encode_tensor(
@@ -30,6 +32,11 @@ def encode_tensor(
         num_changed=num_changed,
     )
     return entry, payload
+
+
+def count_changed(old: RawTensor, new: RawTensor) -> int:
+    """Values whose bits differ; 0.0 and -0.0 differ."""
+    return int(np.count_nonzero(old.bits != new.bits))
 
 
 def _smaller(old: RawTensor, new: RawTensor) -> tuple[Codec, bytes]:

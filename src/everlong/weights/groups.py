@@ -18,14 +18,18 @@ import numpy as np
 EXPONENTS = 256
 """Of either dtype."""
 
-MAX_BINS = 26
+MAX_BINS = 18
 """The largest exponents have a bin each, all others share the lowest."""
 
-GROUP_BITS = 300
+GROUP_BITS = 180
 """What a group costs beyond what it holds: its header, bytes that are not full, a table of symbols."""
 
-SCAN_BITS = 0.01
-"""What it is worth to look at one value less when a delta is applied: more gives faster and larger deltas."""
+LOOK_SHARE = 0.015
+"""Of all bits: what it is worth to compare each value with one bound less when a delta is applied. More gives faster and larger
+deltas."""
+
+FIND_BITS = 0.3
+"""The same for finding a changed value among its group's."""
 
 RICE_BITS = 0.05
 """What a position costs over its entropy."""
@@ -35,10 +39,9 @@ SIZES = 8
 
 
 class Coding(StrEnum):
-    NESTED = "nested"
-    """Positions among all values with exponents below the upper edge, those of inner groups included: no list of members is
-    needed for the outermost group."""
-    ALONE = "alone"
+    AMONG_ALL = "among_all"
+    """Positions among all values, which costs little and is faster where nearly all are of the group; the outermost's only."""
+    AMONG_OWN = "among_own"
     """Positions among the group's own values."""
     EVERY = "every"
     """No positions: a step for every value, 0 where nothing changed."""
@@ -52,7 +55,7 @@ class Group:
     coding: Coding
 
 
-WHOLE = (Group(0, Coding.NESTED),)
+WHOLE = (Group(0, Coding.AMONG_ALL),)
 
 
 def choose_groups(num_values_X: np.ndarray, sizes_XS: np.ndarray) -> tuple[Group, ...]:
@@ -87,17 +90,17 @@ def _costs(values_E: np.ndarray, sizes_ES: np.ndarray) -> tuple[np.ndarray, np.n
     """[lower edge, upper edge]: bits of that group under its best coding, and which coding that is."""
     below, sizes = _sums_below(values_E), _sums_below(sizes_ES)
     own = np.maximum(below[None, :] - below[:, None], 0)
-    within = np.broadcast_to(below[None, :], own.shape)
     sizes_ab = np.maximum(sizes[None, :] - sizes[:, None], 0)
     changed = sizes_ab.sum(2)
     far = sizes_ab[:, :, 1:]
     steps = changed + _positions(changed, far.sum(2)) + _symbols(far)
-    outermost = np.arange(len(below)) == len(below) - 1
-    looked_at = SCAN_BITS * np.where(outermost[None, :] & (own == within), 0, within)
-    nested = _positions(within, changed) + steps + np.where(outermost[None, :], 0, looked_at)
-    alone = _positions(own, changed) + steps + looked_at
-    every = np.where(2 * changed > own, _entropy(own, changed) + changed + _symbols(sizes_ab), np.inf) + looked_at
-    costs = np.stack([nested, alone, every])
+    among_all = np.full_like(own, np.inf)
+    among_all[:, -1] = _positions(np.full_like(own[:, -1], below[-1]), changed[:, -1]) + steps[:, -1]
+    look = LOOK_SHARE * among_all[0, -1] * (np.arange(len(below)) > 0)[:, None]
+    among_all += look
+    among_own = _positions(own, changed) + steps + look + FIND_BITS * changed
+    every = np.where(2 * changed > own, _entropy(own, changed) + changed + _symbols(sizes_ab), np.inf)
+    costs = np.stack([among_all, among_own, every])
     return costs.min(0) + GROUP_BITS, costs.argmin(0)
 
 

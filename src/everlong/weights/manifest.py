@@ -5,12 +5,12 @@ from __future__ import annotations
 from enum import StrEnum
 
 import msgspec
-import zstandard
 
 from everlong.contracts.errors import NotFound, StoreError
 from everlong.contracts.ports import ObjectStore
 from everlong.contracts.records import PublishedVersion, Record
 from everlong.weights.tensors import WeightDtype
+from everlong.weights.zstd import compress, decompress, is_compressed
 
 VERSIONS = "weights/versions/"
 SHARDS = "weights/shards/"
@@ -32,9 +32,9 @@ class Codec(StrEnum):
     SPARSE = "sparse"
     """Positions and steps of the values that changed, by groups of old exponents."""
     DELTA = "delta"
-    """Gaps and steps of the values that changed; in stores of format 1, and where next to nothing changed."""
+    """Gaps and steps of the values that changed; in stores of format 1."""
     STEPS = "steps"
-    """A step for every value."""
+    """A step for every value; in stores of format 1."""
     FULL = "full"
 
 
@@ -142,7 +142,7 @@ def published_versions(store: ObjectStore) -> list[int]:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    return zstandard.ZstdCompressor(write_checksum=True).compress(msgspec.json.encode(manifest))
+    return compress(msgspec.json.encode(manifest), checksum=True)
 
 
 def load_manifest(store: ObjectStore, version: int) -> Manifest | None:
@@ -152,10 +152,10 @@ def load_manifest(store: ObjectStore, version: int) -> Manifest | None:
     except NotFound:
         return None
     try:
-        raw = _decompress(raw) if raw.startswith(zstandard.FRAME_HEADER) else raw
+        raw = decompress(raw, MANIFEST_BYTES) if is_compressed(raw) else raw
         head = msgspec.json.decode(raw, type=_Head)
         manifest = msgspec.json.decode(raw, type=Manifest) if head.format in READ_FORMATS else None
-    except (msgspec.DecodeError, zstandard.ZstdError) as error:
+    except (msgspec.DecodeError, ValueError) as error:
         raise StoreError(
             f"manifest of version {version} is damaged ({error}): publish the version elsewhere"
         ) from error
@@ -166,12 +166,6 @@ def load_manifest(store: ObjectStore, version: int) -> Manifest | None:
             f"or moved"
         )
     return manifest
-
-
-def _decompress(raw: bytes) -> bytes:
-    if zstandard.frame_content_size(raw) > MANIFEST_BYTES:
-        raise zstandard.ZstdError(f"it claims to be larger than {MANIFEST_BYTES} bytes")
-    return zstandard.ZstdDecompressor().decompress(raw)
 
 
 class _Head(Record, frozen=True, kw_only=True):

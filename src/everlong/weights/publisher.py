@@ -38,7 +38,9 @@ class WeightPublisher:
         if anchor_every < 1:
             raise ValueError(f"anchor_every counts versions and is at least 1, got {anchor_every}")
         if keep is not None and keep < 2:
-            raise ValueError(f"keep counts versions and is at least 2, since engines read one while the next comes, got {keep}")
+            raise ValueError(
+                f"keep counts versions and is at least 2, since engines read one while the next comes, got {keep}"
+            )
         self._store, self._anchor_every, self._keep = store, anchor_every, keep
 
     def publish(self, weights: WeightSet, base: WeightSet | None) -> PublishedVersion:
@@ -146,9 +148,7 @@ class _Shards:
             return entry
         if len(self.filling) >= SHARD_BYTES:
             self._put()
-        placed = msgspec.structs.replace(
-            entry, shard=len(self.put), offset=len(self.filling), size_bytes=len(payload)
-        )
+        placed = msgspec.structs.replace(entry, shard=len(self.put), offset=len(self.filling), size_bytes=len(payload))
         self.filling += payload
         return placed
 

@@ -12,7 +12,7 @@ import blake3
 from everlong.contracts.errors import NotFound, StaleWeights, StoreError
 from everlong.contracts.ports import ObjectStore
 from everlong.contracts.records import PublishedVersion
-from everlong.weights.codec import apply_delta, apply_steps, decode_full
+from everlong.weights.first_format import apply_delta, apply_steps
 from everlong.weights.in_order import in_order, threads_for
 from everlong.weights.manifest import (
     Codec,
@@ -25,6 +25,7 @@ from everlong.weights.manifest import (
 )
 from everlong.weights.sparse import apply_sparse
 from everlong.weights.tensors import RawTensor, WeightSet, checksums_of, fingerprint, fingerprint_of
+from everlong.weights.whole import decode_full
 
 
 class WeightReader:
@@ -172,7 +173,9 @@ def _payload(entry: TensorEntry, shards: Shards, version: int) -> memoryview:
     try:
         return memoryview(shards[entry.shard])[entry.offset : entry.offset + entry.size_bytes]
     except IndexError as error:
-        raise StoreError(f"tensor {entry.name} of version {version} lies in a shard that there is not: {entry.shard}") from error
+        raise StoreError(
+            f"tensor {entry.name} of version {version} lies in a shard that there is not: {entry.shard}"
+        ) from error
 
 
 def read_tensor(entry: TensorEntry, payload: memoryview, have: WeightSet | None, version: int) -> RawTensor:

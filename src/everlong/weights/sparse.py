@@ -2,72 +2,84 @@
 
 Values are coded in groups of like old exponents (`groups`): positions of the changed ones as ascending numbers among the
 group's, then a sign for each, then which of them moved by more than one unit in the last place, and by how much. Where nearly
-every value of a group changed, each has a step. Pieces of a tensor stand for themselves, which bounds the memory. Any bit
-pattern survives: what moved too far is sent whole.
+every value of a group changed, each has a step. Pieces of a tensor stand for themselves, which bounds the memory. At last zstd
+takes out what changes that lie close together leave. Any bit pattern survives: what moved too far is sent whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import msgspec
 import numpy as np
 
 from everlong.weights.ascending import Ascending, decode_ascending, encode_ascending
 from everlong.weights.groups import EXPONENTS, SIZES, WHOLE, Coding, Group, choose_groups
+from everlong.weights.members import AllValues, Bitmap, Listed, Members, words_of, words_without
 from everlong.weights.places import distances, moved
-from everlong.weights.symbols import compress_symbols, decompress_symbols
+from everlong.weights.symbols import decode_symbols, encode_symbols
 from everlong.weights.tensors import RawTensor
+from everlong.weights.zstd import compress, decompress, is_compressed
 
-# N values of a piece, M members of a group, C changed ones
+# N values of a piece, M members of a group, C changed ones, W words of 64 values
 
 PIECE = 1 << 22
 """Values that are coded at once."""
 
-CHUNK = 1 << 16
-"""Values that are looked at once: they and what is computed of them fit a core's own cache."""
+CHUNK = 1 << 19
+"""Values that are compared at once: few enough for the cache, enough for the calls not to count, and whole words of 64."""
 
-SAMPLED = 1 << 16
+SAMPLED = 1 << 14
 """So many values tell how exponents are spread."""
 
 FEW = 256
 """Fewer changes are coded in one group."""
 
 FAR = 255
-"""An excess that stands for the new value's full bits."""
-
-FAR_STEP = -128
-"""The same among steps for every value."""
+"""A symbol that stands for the new value's full bits."""
 
 
-class ChangedPart(msgspec.Struct, frozen=True, array_like=True, tag="c", forbid_unknown_fields=True):
+class Larger(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Changes of 2 ulp and more."""
+
+    which: Ascending
+    """Among the group's changes."""
+    excess: bytes
+    """Symbols: the ulp over 2; 255 where the value is in `far`."""
+    far: bytes
+    """New values, whole."""
+
+
+class ChangedPart(msgspec.Struct, frozen=True, array_like=True, tag=0, forbid_unknown_fields=True):
     """The changes of a group."""
 
     bound: int
     """Old exponents from here on, without those of the groups before; 0 for the last group."""
-    alone: bool
-    """Positions count the group's values; otherwise inner groups' too."""
+    among_own: bool
+    """Positions count the group's own values; otherwise all."""
     positions: Ascending
     signs: bytes
     """A bit for each change: 1 towards minus infinity."""
-    larger: Ascending
-    """Which of the changes are of 2 ulp and more."""
-    excess: bytes
-    """zstd: for each of these the ulp over 2, a byte; 255 where the value is in `far`."""
-    far: bytes
+    larger: Larger | None
+    """None where all are of 1 ulp."""
 
 
-class EveryPart(msgspec.Struct, frozen=True, array_like=True, tag="e", forbid_unknown_fields=True):
+class EveryPart(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
     """A step for each value of a group."""
 
     bound: int
     steps: bytes
-    """zstd: int8; -128 where the value is in `far`."""
+    """Symbols: 0, 1 for an ulp up, 2 for one down, 3 for two up, …; 255 where the value is in `far`."""
     far: bytes
 
 
 Part = ChangedPart | EveryPart
+
+MOST_OVERHEAD = 1 << 20
+"""Bytes over two for each value and its new bits that no delta reaches."""
+
 _DECODER = msgspec.msgpack.Decoder(list[list[Part]])
 
 
@@ -75,9 +87,10 @@ def encode_sparse(old: RawTensor, new: RawTensor) -> bytes:
     """What turns `old` into `new`, both of the same dtype and shape."""
     assert old.same_layout(new)
     before, after = old.flat(), new.flat()
-    return msgspec.msgpack.encode(
+    payload = msgspec.msgpack.encode(
         [_encode_piece(before[at : at + PIECE], after[at : at + PIECE]) for at in range(0, before.size, PIECE)]
     )
+    return min(payload, compress(payload, level=1), key=len)
 
 
 def apply_sparse(old: RawTensor, payload: bytes | memoryview) -> RawTensor:
@@ -85,6 +98,8 @@ def apply_sparse(old: RawTensor, payload: bytes | memoryview) -> RawTensor:
 
     Raises ValueError for a payload that is damaged or does not fit; only the checksum tells whether `old` was the base.
     """
+    if is_compressed(payload):
+        payload = decompress(payload, MOST_OVERHEAD + old.size * (2 + old.bits.itemsize))
     try:
         pieces = _DECODER.decode(payload)
     except msgspec.DecodeError as error:
@@ -102,27 +117,20 @@ def apply_sparse(old: RawTensor, payload: bytes | memoryview) -> RawTensor:
 
 
 def _encode_piece(before_N: np.ndarray, after_N: np.ndarray) -> list[Part]:
-    differs_N = before_N != after_N
-    changed_C = np.flatnonzero(differs_N)
+    changed_C = Bitmap(words_of(before_N != after_N)).all_positions()
     if not changed_C.size:
         return []
     old_C, new_C = before_N[changed_C], after_N[changed_C]
     exponents_C, steps_C = _exponents(old_C), distances(old_C, new_C)
     groups = WHOLE if changed_C.size < FEW else choose_groups(*_statistics(before_N, exponents_C, steps_C))
     parts, above = [], EXPONENTS
-    for group, members_M in zip(groups, _members(before_N, groups), strict=True):
+    for group, members in zip(groups, _members(before_N, groups), strict=True):
         own_C = np.flatnonzero((exponents_C >= group.bound) & (exponents_C < above))
-        if members_M is None:
-            ranks = changed_C[own_C]
-        else:
-            ranks = np.flatnonzero(differs_N[members_M])
-            if len(ranks) != len(own_C):  # inner groups are among the members
-                ranks = ranks[_exponents(before_N[members_M[ranks]]) >= group.bound]
+        ranks_C = members.ranks(changed_C[own_C])
         if group.coding is Coding.EVERY:
-            num_members = before_N.size if members_M is None else members_M.size
-            parts.append(_encode_every(group.bound, num_members, ranks, steps_C[own_C], new_C[own_C]))
+            parts.append(_encode_every(group.bound, members.count, ranks_C, steps_C[own_C], new_C[own_C]))
         else:
-            parts.append(_encode_changed(group, ranks, steps_C[own_C], new_C[own_C]))
+            parts.append(_encode_changed(group, ranks_C, steps_C[own_C], new_C[own_C]))
         above = group.bound
     return parts
 
@@ -140,22 +148,23 @@ def _encode_changed(group: Group, ranks_C: np.ndarray, steps_C: np.ndarray, new_
     sizes_C = np.abs(steps_C)
     larger = np.flatnonzero(sizes_C > 1)
     excess = np.minimum(sizes_C[larger] - 2, FAR).astype(np.uint8)
+    far = new_C[larger[excess == FAR]].tobytes()
     return ChangedPart(
         bound=group.bound,
-        alone=group.coding is Coding.ALONE,
+        among_own=group.coding is Coding.AMONG_OWN,
         positions=encode_ascending(ranks_C),
         signs=np.packbits(steps_C < 0).tobytes(),
-        larger=encode_ascending(larger),
-        excess=compress_symbols(excess.tobytes()) if excess.size else b"",
-        far=new_C[larger[excess == FAR]].tobytes(),
+        larger=Larger(encode_ascending(larger), encode_symbols(excess), far) if larger.size else None,
     )
 
 
-def _encode_every(bound: int, num_members: int, ranks_C: np.ndarray, steps_C: np.ndarray, new_C: np.ndarray) -> EveryPart:
-    far_C = np.abs(steps_C) > 127
-    steps_M = np.zeros(num_members, np.int8)
-    steps_M[ranks_C] = np.where(far_C, FAR_STEP, steps_C)
-    return EveryPart(bound, compress_symbols(steps_M.tobytes()), new_C[far_C].tobytes())
+def _encode_every(
+    bound: int, num_members: int, ranks_C: np.ndarray, steps_C: np.ndarray, new_C: np.ndarray
+) -> EveryPart:
+    symbols_C = np.minimum(np.where(steps_C > 0, 2 * steps_C - 1, -2 * steps_C), FAR).astype(np.uint8)
+    symbols_M = np.zeros(num_members, np.uint8)
+    symbols_M[ranks_C] = symbols_C
+    return EveryPart(bound, encode_symbols(symbols_M), new_C[symbols_C == FAR].tobytes())
 
 
 # Applying ------------------------------------------------------------------------------------------------------------
@@ -169,9 +178,10 @@ def _apply_piece(before_N: np.ndarray, parts: list[Part], after_N: np.ndarray) -
     bounds = [EXPONENTS, *(group.bound for group in groups)]
     if bounds[-1] != 0 or any(inner >= outer for outer, inner in zip(bounds, bounds[1:], strict=False)):
         raise ValueError(f"expected groups with descending bounds down to 0, got {bounds[1:]}")
+    dtype = before_N.dtype
     changes = [
-        _decode_changed(part, members_M, before_N) if isinstance(part, ChangedPart) else _decode_every(part, members_M, before_N)
-        for part, members_M in zip(parts, _members(before_N, groups), strict=True)
+        _decode_changed(part, members, dtype) if isinstance(part, ChangedPart) else _decode_every(part, members, dtype)
+        for part, members in zip(parts, _members(before_N, groups), strict=True)
     ]
     changed_C = np.concatenate([change.positions for change in changes])
     steps_C = np.concatenate([change.steps for change in changes])
@@ -186,38 +196,44 @@ class Changes:
     positions: np.ndarray
     """In the piece, int64."""
     steps: np.ndarray
-    """int16 or int8; anything where the value is far."""
+    """int8 or int16; anything where the value is far."""
     far: np.ndarray
     """Indices of those whose new values are given whole."""
     far_values: np.ndarray
 
 
+NONE_FAR = np.empty(0, np.int64)
+
+
 def _coding(part: ChangedPart) -> Coding:
-    return Coding.ALONE if part.alone else Coding.NESTED
+    return Coding.AMONG_OWN if part.among_own else Coding.AMONG_ALL
 
 
-def _decode_changed(part: ChangedPart, members_M: np.ndarray | None, before_N: np.ndarray) -> Changes:
-    ranks_C = decode_ascending(part.positions, before_N.size if members_M is None else members_M.size)
+def _decode_changed(part: ChangedPart, members: Members, dtype: np.dtype) -> Changes:
+    ranks_C = decode_ascending(part.positions, members.count)
     count = ranks_C.size
     if len(part.signs) != (count + 7) // 8:
         raise ValueError(f"{count} signs need {(count + 7) // 8} bytes, got {len(part.signs)}")
-    larger = decode_ascending(part.larger, count)
-    excess = np.frombuffer(decompress_symbols(part.excess, larger.size), np.uint8)
     steps_C = 1 - 2 * np.unpackbits(np.frombuffer(part.signs, np.uint8), count=count).view(np.int8)
-    if larger.size:
-        steps_C = steps_C.astype(np.int16)
-        steps_C[larger] *= excess.astype(np.int16) + 2
+    positions_C = members.positions(ranks_C)
+    if part.larger is None:
+        return Changes(positions_C, steps_C, NONE_FAR, np.empty(0, dtype))
+    larger = decode_ascending(part.larger.which, count)
+    excess = decode_symbols(part.larger.excess, larger.size)
+    steps_C = steps_C.astype(np.int16)
+    steps_C[larger] *= excess.astype(np.int16) + 2
     far = larger[excess == FAR]
-    return Changes(
-        ranks_C if members_M is None else members_M[ranks_C], steps_C, far, _far_values(part.far, before_N.dtype, far.size)
-    )
+    return Changes(positions_C, steps_C, far, _far_values(part.larger.far, dtype, far.size))
 
 
-def _decode_every(part: EveryPart, members_M: np.ndarray | None, before_N: np.ndarray) -> Changes:
-    members_M = np.arange(before_N.size) if members_M is None else members_M
-    steps_M = np.frombuffer(decompress_symbols(part.steps, members_M.size), np.int8)
-    far = np.flatnonzero(steps_M == FAR_STEP)
-    return Changes(members_M, steps_M, far, _far_values(part.far, before_N.dtype, far.size))
+def _decode_every(part: EveryPart, members: Members, dtype: np.dtype) -> Changes:
+    symbols_M = decode_symbols(part.steps, members.count)
+    far = np.flatnonzero(symbols_M == FAR)
+    return Changes(members.all_positions(), _STEPS[symbols_M], far, _far_values(part.far, dtype, far.size))
+
+
+_STEPS = np.array([(symbol + 1) // 2 if symbol % 2 else -(symbol // 2) for symbol in range(256)], np.int16)
+"""By symbol."""
 
 
 def _far_values(raw: bytes, dtype: np.dtype, count: int) -> np.ndarray:
@@ -229,35 +245,41 @@ def _far_values(raw: bytes, dtype: np.dtype, count: int) -> np.ndarray:
 # Both ----------------------------------------------------------------------------------------------------------------
 
 
-def _members(before_N: np.ndarray, groups: Sequence[Group]) -> Iterator[np.ndarray | None]:
-    """For each group the positions, ascending, among which its changes are counted; None stands for all."""
-    inner: np.ndarray | None = None
-    for group in groups:
-        outer = inner
-        if not group.bound:
-            yield outer
-        elif outer is None:
-            inner, above = _split(before_N, group.bound, with_above=group.coding is not Coding.NESTED)
-            yield above
-        else:
-            below_M = _is_below(before_N[outer], group.bound)
-            inner = outer[below_M]
-            yield outer if group.coding is Coding.NESTED else outer[~below_M]
+def _members(before_N: np.ndarray, groups: Sequence[Group]) -> Iterator[Members]:
+    """For each group the values among which its changes are counted."""
+    num_listed = len(list(takewhile(lambda group: group.coding is Coding.EVERY, reversed(groups))))
+    compared = groups[: len(groups) - num_listed]
+    bounds = [group.bound for group in compared if group.bound]
+    below = [None, *(_below(before_N, bounds))]
+    for group, outer, inner in zip(compared, below, [*below[1:], None], strict=False):
+        yield AllValues(before_N.size) if group.coding is Coding.AMONG_ALL else _between(before_N.size, outer, inner)
+    if num_listed:
+        positions_M = _between(before_N.size, below[-1], None).all_positions()
+        exponents_M, above = _exponents(before_N[positions_M]), EXPONENTS
+        for group in groups[len(compared) :]:
+            own_M = np.flatnonzero((exponents_M >= group.bound) & (exponents_M < above))
+            yield Listed(positions_M[own_M])
+            above = group.bound
 
 
-def _split(before_N: np.ndarray, bound: int, *, with_above: bool) -> tuple[np.ndarray, np.ndarray | None]:
-    """Positions of the values with an exponent below the bound and, where asked for, of the others."""
-    below, above = [], []
-    for start in range(0, before_N.size, CHUNK):
-        is_below = _is_below(before_N[start : start + CHUNK], bound)
-        below.append(np.flatnonzero(is_below) + start)
-        if with_above:
-            above.append(np.flatnonzero(~is_below) + start)
-    return np.concatenate(below), np.concatenate(above) if with_above else None
+def _between(num_values: int, outer_W: np.ndarray | None, inner_W: np.ndarray | None) -> Members:
+    """What is in `outer_W`, or anything, and not in `inner_W`."""
+    if outer_W is None:
+        return AllValues(num_values) if inner_W is None else Bitmap(words_without(inner_W, num_values))
+    return Bitmap(outer_W if inner_W is None else outer_W & ~inner_W)
 
 
-def _is_below(bits_N: np.ndarray, bound: int) -> np.ndarray:
-    return (bits_N << 1) < bits_N.dtype.type(bound << (8 * bits_N.itemsize - 8))  # without the sign, the exponent leads
+def _below(bits_N: np.ndarray, bounds: Sequence[int]) -> list[np.ndarray]:
+    """For each bound, as words of bits, which values have an exponent below it."""
+    words = [np.empty(-(-bits_N.size // 64), np.uint64) for _ in bounds]
+    for start in range(0, bits_N.size if bounds else 0, CHUNK):
+        chunk_N = bits_N[start : start + CHUNK]
+        unsigned_N = chunk_N + chunk_N  # without the sign, the exponent leads
+        for bound, words_W in zip(bounds, words, strict=True):
+            is_below = unsigned_N < unsigned_N.dtype.type(bound << (8 * bits_N.itemsize - 8))
+            packed_W = words_of(is_below)
+            words_W[start // 64 : start // 64 + packed_W.size] = packed_W
+    return words
 
 
 def _exponents(bits_N: np.ndarray) -> np.ndarray:

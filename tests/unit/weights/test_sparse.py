@@ -55,7 +55,7 @@ def pairs(draw: st.DrawFn) -> tuple[RawTensor, RawTensor]:
 
 
 @given(pairs())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_any_bits_come_back_and_the_old_ones_stay(pair: tuple[RawTensor, RawTensor]) -> None:
     old, new = pair
     before = old.bits.copy()
@@ -85,12 +85,12 @@ def test_steps_of_any_length_arrive_however_many_there_are(steps: int) -> None:
 @pytest.mark.parametrize("size", [1, 999, 1000, 1001, 3500])
 def test_pieces_stand_for_themselves(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "PIECE", 1000)
-    monkeypatch.setattr(sparse, "CHUNK", 300)
+    monkeypatch.setattr(sparse, "CHUNK", 320)
     old, new = adam_like(size, 3e-5)
     assert np.array_equal(apply_sparse(old, encode_sparse(old, new)).bits, new.bits)
 
 
-@pytest.mark.parametrize("rate", [4e-7, 1e-6, 5e-6, 3e-5])
+@pytest.mark.parametrize("rate", [1e-7, 2e-7, 4e-7, 2e-6, 1.3e-5, 3e-5])
 def test_size_is_within_fifteen_percent_of_the_conditional_entropy(rate: float) -> None:
     old, new = adam_like(1 << 20, rate)
     bound = entropy_bound(old, new) / 8
@@ -105,7 +105,7 @@ def test_entropy_bound_of_four_values_by_hand() -> None:
 
 
 def test_a_percent_of_changes_is_a_hundred_times_smaller_than_the_weights() -> None:
-    old, new = adam_like(1 << 20, 4e-7)
+    old, new = adam_like(1 << 20, 2e-7)
     assert 0.008 < np.mean(old.bits != new.bits) < 0.015
     assert 100 * len(encode_sparse(old, new)) < new.bits.nbytes
 

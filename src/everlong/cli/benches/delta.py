@@ -84,7 +84,9 @@ def _real(run: Path) -> Iterator[tuple[WeightSet, WeightSet]]:
     reader = WeightReader(open_store(folder.store_url(folder.read_config())))
     pairs = list(pairwise(reader.versions()))[-MOST_PAIRS:]
     if not pairs:
-        raise ValueError(f"{run} has published {len(reader.versions())} versions, and a delta lies between two: train more")
+        raise ValueError(
+            f"{run} has published {len(reader.versions())} versions, and a delta lies between two: train more"
+        )
     old: WeightSet | None = None
     for before, after in pairs:
         old = reader.read(before, old)

@@ -73,7 +73,9 @@ async def _measure() -> list[Row]:
     finally:
         await cell.close()
     pause, whole = statistics.median(pauses), statistics.median(wholes)
-    return [Row(f"pause, 135M, {RUNNING} requests running", "pause_s", "s", pause, "reading it whole", whole, whole / pause)]
+    return [
+        Row(f"pause, 135M, {RUNNING} requests running", "pause_s", "s", pause, "reading it whole", whole, whole / pause)
+    ]
 
 
 def _moved(old: WeightSet, turn: int) -> WeightSet:

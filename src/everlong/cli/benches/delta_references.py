@@ -19,7 +19,9 @@ def xor_zstd(old: RawTensor, new: RawTensor) -> bytes:
 def index_value(old: RawTensor, new: RawTensor) -> bytes:
     """A 4-byte index and the new value for each change, through zstd."""
     changed_C = np.flatnonzero(old.flat() != new.flat())
-    return zstandard.ZstdCompressor(level=3).compress(changed_C.astype("<u4").tobytes() + new.flat()[changed_C].tobytes())
+    return zstandard.ZstdCompressor(level=3).compress(
+        changed_C.astype("<u4").tobytes() + new.flat()[changed_C].tobytes()
+    )
 
 
 def entropy_bound(old: RawTensor, new: RawTensor) -> float:
