@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 import msgspec
 import numpy as np
@@ -176,7 +176,7 @@ def _apply_piece(before_N: np.ndarray, parts: list[Part], after_N: np.ndarray) -
         return
     groups = [Group(part.bound, Coding.EVERY if isinstance(part, EveryPart) else _coding(part)) for part in parts]
     bounds = [EXPONENTS, *(group.bound for group in groups)]
-    if bounds[-1] != 0 or any(inner >= outer for outer, inner in zip(bounds, bounds[1:], strict=False)):
+    if bounds[-1] != 0 or any(inner >= outer for outer, inner in pairwise(bounds)):
         raise ValueError(f"expected groups with descending bounds down to 0, got {bounds[1:]}")
     dtype = before_N.dtype
     changes = [

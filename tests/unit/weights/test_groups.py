@@ -1,5 +1,7 @@
 """Values whose exponents are alike are coded together, where that saves more than a group costs."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from everlong.weights.groups import EXPONENTS, SIZES, WHOLE, Coding, choose_groups
@@ -41,7 +43,7 @@ def test_bounds_descend_to_zero_for_any_statistics() -> None:
         values = rng.integers(0, 10_000, EXPONENTS) * (rng.random(EXPONENTS) < 0.2)
         sizes = rng.integers(0, 1000, (EXPONENTS, SIZES)) * (rng.random((EXPONENTS, 1)) < 0.2)
         bounds = [EXPONENTS, *(group.bound for group in choose_groups(values, sizes))]
-        assert bounds[-1] == 0 and all(inner < outer for outer, inner in zip(bounds, bounds[1:], strict=False))
+        assert bounds[-1] == 0 and all(inner < outer for outer, inner in pairwise(bounds))
 
 
 def test_nothing_to_go_by_is_one_group() -> None:
