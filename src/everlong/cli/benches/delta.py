@@ -24,7 +24,7 @@ from everlong.storage import open_store
 from everlong.weights import RawTensor, WeightPublisher, WeightReader, WeightSet
 from everlong.weights.manifest import version_key
 
-NUM_VALUES = 1 << 24
+NUM_VALUES, TENSOR_VALUES = 1 << 24, 1 << 20
 SYNTHETIC = {"synthetic-1": 0.01, "synthetic-2": 0.02, "synthetic-8": 0.08, "synthetic-30": 0.30}
 REAL, PAUSE = "real", "pause"
 CASES = (REAL, *SYNTHETIC, PAUSE)
@@ -73,8 +73,7 @@ def rounded(values_N: np.ndarray) -> np.ndarray:
 
 
 def _weights(version: int, bits_N: np.ndarray) -> WeightSet:
-    """As tensors of a middle size."""
-    parts = bits_N.reshape(16, -1, 256)
+    parts = bits_N.reshape(-1, min(TENSOR_VALUES, bits_N.size))
     return WeightSet(version, {f"w.{i}": RawTensor("bfloat16", part.shape, part) for i, part in enumerate(parts)})
 
 
