@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from everlong.contracts.errors import AlreadyExists, EverlongError, NotFound, StaleWeights, StoreError
+from everlong.contracts.errors import AlreadyExists, NotFound, StaleWeights, StoreError
 from everlong.contracts.ports import ObjectStore
 from everlong.storage import open_store
 from everlong.weights import RawTensor, WeightPublisher, WeightReader, WeightSet, fingerprint
@@ -62,7 +62,9 @@ class World:
 class WriterStore:
     """A trainer's way to the store. Before the call of number `dies_at` it is killed; `between` runs before one of the calls."""
 
-    def __init__(self, world: World, mine: Callable[[int], WeightSet], dies_at: int, between: Callable[[], None]) -> None:
+    def __init__(
+        self, world: World, mine: Callable[[int], WeightSet], dies_at: int, between: Callable[[], None]
+    ) -> None:
         self._world, self._mine, self._left, self._between = world, mine, dies_at, between
         self._between_at = world.random.randrange(8)
 
@@ -253,6 +255,17 @@ def test_no_schedule_of_faults_gives_a_reader_other_bits_than_were_published(bat
     for number in range(SCHEDULES // BATCHES):
         happened += run_schedule(batch * SCHEDULES + number)
     assert happened["SILENT DIVERGENCE"] == 0
-    often = ["killed", "answer lost", "two writers", "the other won", "flipped", "cut", "exchanged", "lost", "at rest", "refused"]
+    often = [
+        "killed",
+        "answer lost",
+        "two writers",
+        "the other won",
+        "flipped",
+        "cut",
+        "exchanged",
+        "lost",
+        "at rest",
+        "refused",
+    ]
     assert all(happened[what] >= 10 for what in often), happened
     assert happened["read"] > 10 * SCHEDULES // BATCHES, happened
