@@ -102,7 +102,8 @@ class _Making:
         return _engine(config, self.source, self.store, self.folder, lease)
 
     def trainer(self, lease: asyncio.Lock) -> Trainer:
-        config, publisher = self.config, WeightPublisher(self.store, self.config.weights.anchor_every)
+        config, weights = self.config, self.config.weights
+        publisher = WeightPublisher(self.store, weights.anchor_every, weights.keep)
         if isinstance(config.model, ScriptedModel):
             return _scripted_trainer(self.store, publisher)
         from everlong.models.numerics import Numerics

@@ -70,6 +70,9 @@ class WeightsConfig(Config):
     Each run needs one of its own."""
     anchor_every: int = Field(10, ge=1)
     """Every so many versions one is published whole, so that a late engine needs few deltas."""
+    keep: int | None = Field(None, ge=2)
+    """So many of the newest policy versions stay in the store, with what they are read from and those of checkpoints; None
+    keeps all."""
 
     @field_validator("store")
     @classmethod

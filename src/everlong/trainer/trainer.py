@@ -331,6 +331,7 @@ class PolicyTrainer:
         weights = weight_set(self._model, self._num_batches)
         base = self._published if self._published is None or self._published.version < weights.version else None
         published = self._publisher.publish(weights, base)
+        self._publisher.retire(published.version, self._checkpoints.numbers)
         self._published = weights
         return published
 

@@ -6,12 +6,99 @@ import json
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from everlong.cli.bench import bench_command
+from everlong.cli.benches import delta, delta_speed
+from everlong.cli.config import RunConfig
+from everlong.cli.run_folder import RunFolder
 from everlong.storage import open_store
+from everlong.weights import RawTensor, WeightPublisher, WeightSet
 
 LOWER_IS_BETTER = {"bytes", "s"}
+
+
+SIZE_REFERENCES = ["full_bf16", "xor_zstd", "index_value", "entropy_bound"]
+
+
+def drifting(count: int) -> list[WeightSet]:
+    rng = np.random.default_rng(0)
+    bits, versions = rng.integers(0x3A00, 0x3E00, (64, 256)).astype(np.uint16), []
+    for number in range(count):
+        bits = bits + (rng.random(bits.shape) < 0.01).astype(np.uint16)
+        versions.append(WeightSet(number, {"w": RawTensor("bfloat16", bits.shape, bits)}))
+    return versions
+
+
+def check(rows: list[dict]) -> None:
+    """They are of the one form, and what a ratio says is true."""
+    assert rows
+    for row in rows:
+        assert row.keys() == {"case", "metric", "unit", "value", "reference", "reference_value", "ratio"}
+        ours, reference = row["value"], row["reference_value"]
+        better = reference / ours if row["unit"] in LOWER_IS_BETTER else ours / reference
+        assert row["ratio"] == pytest.approx(better)
+
+
+def sizes(rows: list[dict], case: str) -> dict[str, float]:
+    return {row["reference"]: row["ratio"] for row in rows if row["metric"] == "size" and row["case"].startswith(case)}
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """A run that has published three policies."""
+    folder, config = RunFolder(tmp_path / "run"), RunConfig(output=tmp_path / "run")
+    folder.create(config)
+    publisher, versions = WeightPublisher(open_store(folder.store_url(config)), 10), drifting(3)
+    for base, weights in zip([None, *versions], versions, strict=False):
+        publisher.publish(weights, base)
+    return folder.path
+
+
+def test_bench_delta_measures_the_policies_of_a_run_and_made_up_ones(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(delta, "NUM_VALUES", 1 << 18)
+    monkeypatch.setattr(delta_speed, "REPEATS", 1)
+    bench_command("delta", tmp_path / "figures.json", None, run_folder, ("real", "synthetic-1", "synthetic-30"))
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    check(rows)
+    for case in ("real 0 to 1, ", "real 1 to 2, ", "synthetic-1, ", "synthetic-30, "):
+        assert list(sizes(rows, case)) == SIZE_REFERENCES
+    assert sizes(rows, "synthetic-1, ")["full_bf16"] > 100 > sizes(rows, "synthetic-30, ")["full_bf16"]
+    assert all(sizes(rows, "synthetic-30, ")[other] > 1.5 for other in ("xor_zstd", "index_value"))
+    assert 0.85 < sizes(rows, "synthetic-30, ")["entropy_bound"] < 1
+    speeds = {row["metric"] for row in rows if row["unit"] == "GB/cpu s"}
+    assert speeds == {"encode", "apply", "publish", "read"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cases": ("real",)}, "give both --run and that case, or neither"),
+        ({"cases": ("synthetic-3",)}, "no case 'synthetic-3': there are real, synthetic-1"),
+        ({"store": "memory://"}, "bench delta uses no store, got --store memory://: leave it out, or measure weights"),
+    ],
+)
+def test_bench_delta_refuses_what_it_would_not_measure(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bench_command("delta", None, **options)
+
+
+@pytest.mark.parametrize("options", [{"run": Path("run")}, {"cases": ("real",)}])
+def test_other_benches_refuse_the_options_of_delta(options: dict) -> None:
+    with pytest.raises(ValueError, match="leave it out, or measure delta"):
+        bench_command("ledger", None, **options)
+
+
+def test_bench_delta_needs_two_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = RunFolder(tmp_path / "young")
+    folder.create(RunConfig(output=folder.path))
+    with pytest.raises(ValueError, match="has published 0 versions, and a delta lies between two"):
+        bench_command("delta", None, run=folder.path, cases=("real",))
 
 
 @pytest.mark.parametrize(("name", "store"), [("ledger", None), ("weights", None), ("weights", "store")])
@@ -22,12 +109,8 @@ def test_a_bench_writes_rows_whose_ratio_above_one_is_better(
     url = None if store is None else str(tmp_path / store)
     bench_command(name, tmp_path / "figures.json", url)
     written = json.loads((tmp_path / "figures.json").read_text())
-    assert written.keys() == {"bench", "rows"} and written["bench"] == name and written["rows"]
-    for row in written["rows"]:
-        assert row.keys() == {"case", "metric", "unit", "value", "reference", "reference_value", "ratio"}
-        ours, reference = row["value"], row["reference_value"]
-        better = reference / ours if row["unit"] in LOWER_IS_BETTER else ours / reference
-        assert row["ratio"] == pytest.approx(better)
+    assert written.keys() == {"bench", "rows"} and written["bench"] == name
+    check(written["rows"])
     measured_store = [row["case"] for row in written["rows"] if row["case"].startswith("store, ")]
     assert len(measured_store) == (0 if url is None else 5)
     assert url is None or open_store(url).list("") == [], "it leaves nothing"

@@ -231,6 +231,7 @@ CHANGES = {
     "trainer.checkpoint_keep": Change(5),
     "weights.store": Change("other-store"),
     "weights.anchor_every": Change(3),
+    "weights.keep": Change(5),
     "observe.progress": Change("none"),
 }
 OF_CHECKPOINTS = {"model.path", "model.repo", "model.revision", "model.source"}
