@@ -22,6 +22,7 @@ from everlong.models.adapter_config import LoraConfig
 from everlong.models.config import FolderModel, HubModel, ModelConfig, ScriptedModel, Smollm2Model, ToyModel
 from everlong.models.source import ModelSource, find_model
 from everlong.orchestrator.cells.worker import Cell
+from everlong.orchestrator.config import AsyncConfig
 from everlong.rollouts.renderers.chatml import Renderer
 from everlong.storage import open_store
 from everlong.trajectories.credit import GaeConfig
@@ -29,10 +30,13 @@ from everlong.weights import WeightPublisher, WeightReader
 
 if TYPE_CHECKING:
     from everlong.models.llama.model import Llama
+    from everlong.trainer.ranks.ranks import Ranks
+    from everlong.trainer.trainer import PolicyTrainer
 
 FACTORY = "everlong.cli.cell:build_cell"
 ENGINE_FACTORY = "everlong.cli.cell:build_engine_cell"
 TRAINER_FACTORY = "everlong.cli.cell:build_trainer_cell"
+RANK_FACTORY = "everlong.cli.cell:build_rank"
 
 
 def build_cell(config_path: str) -> Cell:
@@ -55,6 +59,13 @@ def build_trainer_cell(config_path: str) -> Cell:
     making = _Making.of(config_path)
     making.prepare(share=2)
     return Cell(None, making.trainer(asyncio.Lock()))
+
+
+def build_rank(config_path: str, ranks: Ranks) -> PolicyTrainer:
+    """The trainer of a rank beside the cell's own, with the threads that this has while it trains."""
+    making = _Making.of(config_path)
+    making.prepare(share=making.trainers_share * ranks.size)
+    return making.policy_trainer(asyncio.Lock(), ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +112,38 @@ class _Making:
             return _scripted_engine(config, self.source, self.store)
         return _engine(config, self.source, self.store, self.folder, lease)
 
+    @property
+    def trainers_share(self) -> int:
+        """By how many the machine's threads are divided for the cell that trains."""
+        return 2 if isinstance(self.config.schedule, AsyncConfig) else 1
+
     def trainer(self, lease: asyncio.Lock) -> Trainer:
-        config, publisher = self.config, WeightPublisher(self.store, self.config.weights.anchor_every)
+        config = self.config
         if isinstance(config.model, ScriptedModel):
-            return _scripted_trainer(self.store, publisher)
+            return _scripted_trainer(self.store, WeightPublisher(self.store, config.weights.anchor_every))
+        from everlong.trainer.ranks.leader import start_ranks
+        from everlong.trainer.ranks.ranks import ALONE
+
+        if config.trainer.ranks == 1:
+            return self.policy_trainer(lease, ALONE)
+        ranks = start_ranks(RANK_FACTORY, str(self.folder.config.absolute()), config.trainer.ranks)
+        try:
+            trainer = self.policy_trainer(lease, ranks)
+            ranks.join()
+        except BaseException:
+            ranks.close()
+            raise
+        return trainer
+
+    def policy_trainer(self, lease: asyncio.Lock, ranks: Ranks) -> PolicyTrainer:
+        import torch
+
         from everlong.models.numerics import Numerics
         from everlong.trainer.trainer import PolicyTrainer
 
+        config, threads = self.config, None
+        if ranks.size > 1 and not ranks.rank and config.threads is None:
+            threads = max(1, torch.get_num_threads() // ranks.size)
         network = _network(config, self.source, make_renderer(config).tokenizer.vocab_size)
         refuse_other_model(config, self.source, network, self.store)
         return PolicyTrainer(
@@ -120,10 +156,12 @@ class _Making:
             optimizer=config.optimizer,
             numerics=Numerics(config.numerics),
             store=self.store,
-            publisher=publisher,
+            publisher=WeightPublisher(self.store, config.weights.anchor_every),
             seed=config.seed,
             lease=lease,
             companions=checkpoint_companions(self.source),
+            ranks=ranks,
+            threads=threads,
         )
 
 

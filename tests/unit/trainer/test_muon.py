@@ -127,3 +127,10 @@ def test_training_goes_on_bit_for_bit_from_a_saved_state():
 def test_the_state_of_another_optimiser_is_refused():
     with pytest.raises(ValueError, match="another optimiser"):
         MasterOptimizer(tiny(), MuonConfig()).load_state(MasterOptimizer(tiny(), AdamWConfig()).state())
+
+
+def test_stacked_experts_are_orthogonalised_each_on_its_own():
+    stack = torch.stack([torch.from_numpy(some(8, 12, seed)) for seed in range(3)])
+    got = muon_direction(stack, (4, 4), 5)
+    for expert, direction in zip(stack, got, strict=True):
+        torch.testing.assert_close(direction, muon_direction(expert, (4, 4), 5))

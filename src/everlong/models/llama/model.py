@@ -27,6 +27,14 @@ class Attend(Protocol):
         ...
 
 
+class AfterLayer(Protocol):
+    """What stands behind each layer."""
+
+    def __call__(self, layer: int, hidden_TM: Tensor) -> Tensor:
+        """The layer's hidden states in, what the next one gets out."""
+        ...
+
+
 class Llama(nn.Module):
     """Weights are float32 or bfloat16; the residual stream is float32. Aligned numerics compute in float32."""
 
@@ -128,13 +136,16 @@ class Llama(nn.Module):
         for name, target in own.items():
             target.copy_(weights[name])
 
-    def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, ids_T: Tensor, positions_T: Tensor, attend: Attend, after_layer: AfterLayer | None = None
+    ) -> Tensor:
         """Hidden state [T, M] in float32 after the final norm."""
         weights = iter(self._weights)
         hidden = F.embedding(ids_T, next(weights)).float()
         rotation = self._cos[positions_T][:, None], self._sin[positions_T][:, None]
         for layer in range(self.config.num_layers):
             hidden = self._block(layer, hidden, rotation, attend, [next(weights) for _ in range(9)])
+            hidden = hidden if after_layer is None else after_layer(layer, hidden)
         return self._norm(hidden, next(weights))
 
     def logits(self, hidden_TM: Tensor) -> Tensor:
