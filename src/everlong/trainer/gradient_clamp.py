@@ -43,10 +43,11 @@ class HiddenGradientClamp:
         self._begin()
 
     def _begin(self) -> None:
-        self._counts_LB, self._num_clamped = torch.zeros_like(self._before_LB), 0
+        self._counts_LB, self._num_clamped, self._is_passed = torch.zeros_like(self._before_LB), 0, False
 
     def __call__(self, layer: int, hidden_TM: Tensor) -> Tensor:
         """The same hidden states, whose gradient is clamped on its way back."""
+        self._is_passed = True
         return _Gate.apply(hidden_TM, self, layer)
 
     def clamp(self, layer: int, gradient_TM: Tensor) -> Tensor:
@@ -63,21 +64,22 @@ class HiddenGradientClamp:
         return clamped
 
     def close_step(self, ranks: Ranks, tally: Tally) -> None:
-        """What was counted since the last one, by all ranks, makes the bounds of the next."""
-        found = ranks.gather((self._counts_LB, self._num_clamped))
-        counts_LB = torch.stack([counts for counts, _ in found]).sum(0)
+        """What was counted since the last one, by all ranks, makes the bounds of the next. Raises ValueError where no pass came by."""
+        found = ranks.gather((self._counts_LB, self._num_clamped, self._is_passed))
+        if not any(is_passed for *_, is_passed in found):
+            raise ValueError(
+                "trainer.gradient_clamp.type=hidden found no layer in the network's forward: a subclass of Llama with a forward of "
+                "its own must call `tap.after_layer` behind each layer"
+            )
+        counts_LB, num_clamped = torch.stack([counts for counts, *_ in found]).sum(0), sum(each[1] for each in found)
         number, highest = int(counts_LB.sum()), counts_LB.sum(0).nonzero()
-        tally.total("clamp/clamped", sum(clamped for _, clamped in found))
+        tally.total("clamp/clamped", num_clamped)
         if number:
-            tally.mean("clamp/share", sum(clamped for _, clamped in found) / number)
+            tally.mean("clamp/share", num_clamped / number)
             tally.mean("clamp/highest", _edge(int(highest[-1, 0]) + 1))
         tally.mean("clamp/bounded_layers", sum(bound < float("inf") for bound in self._bounds))
         self._before_LB = counts_LB
         self._bounds = bounds_of(counts_LB, self._config.share)
-        self._begin()
-
-    def forget_step(self) -> None:
-        """Drop what was counted for a step that was not made."""
         self._begin()
 
     def state(self) -> dict[str, Tensor]:

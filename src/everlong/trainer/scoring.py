@@ -12,9 +12,8 @@ from everlong.contracts.records import MicroBatch
 from everlong.models.attention import TreeAttention
 from everlong.models.centring import Weigh, expected_scores
 from everlong.models.head import token_logprobs
-from everlong.models.llama.model import Attend, Llama
+from everlong.models.llama.model import Llama
 from everlong.trainer.replay import Rows, rows_of
-from everlong.trainer.taps import NO_TAPS, Taps
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +30,13 @@ class RowScores:
     """What the sampler expected of the weighted score; None where nobody asked."""
 
 
-def hidden_states(model: Llama, micro_batch: MicroBatch, taps: Taps = NO_TAPS) -> Tensor:
+def hidden_states(model: Llama, micro_batch: MicroBatch) -> Tensor:
     """float32 [T, M], of every token behind what stands before it on its path."""
     segments = [(segment.parent, segment.start, segment.length) for segment in micro_batch.segments]
-    scale = model.config.head_dim**-0.5
-    attend: Attend = TreeAttention(segments, scale, model.numerics)
-    if taps.logits is not None:
-        attend = taps.logits.over(attend, segments, scale)
+    attend = TreeAttention(segments, model.config.head_dim**-0.5, model.numerics)
     ids = torch.from_numpy(micro_batch.columns.ids.astype(np.int64))
     positions = torch.from_numpy(micro_batch.positions().astype(np.int64))
-    return model(ids, positions, attend) if taps.clamp is None else model(ids, positions, attend, taps.clamp)
+    return model(ids, positions, attend)
 
 
 def score_rows(
@@ -51,11 +47,10 @@ def score_rows(
     *,
     full: bool = False,
     weigh: Weigh | None = None,
-    taps: Taps = NO_TAPS,
 ) -> RowScores:
     """`full`: the untruncated logprobs too, which costs a second pass through the head. `weigh`: the expected score of the sampler
     too, with these weights, which costs a pass over the kept ids."""
-    hidden_TM = hidden_states(model, micro_batch, taps)
+    hidden_TM = hidden_states(model, micro_batch)
     hidden_RM = hidden_TM[rows.predecessors_R]
 
     def logprobs(kept: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:

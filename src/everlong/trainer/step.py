@@ -16,7 +16,6 @@ from everlong.trainer.preparation import PreparedBatch, PreparedMicroBatch
 from everlong.trainer.ranks.ranks import ALONE, OwnedGradient, Ranks
 from everlong.trainer.scoring import RowScores, score_rows
 from everlong.trainer.tally import Tally
-from everlong.trainer.taps import NO_TAPS, Taps
 
 # R trained rows of a micro-batch; P of them the policy sampled, S are supervised
 
@@ -59,7 +58,6 @@ def batch_gradient(
     tally: Tally,
     reference: Sequence[Tensor] | None = None,
     *,
-    taps: Taps = NO_TAPS,
     ranks: Ranks = ALONE,
     owners: Sequence[int] = (),
 ) -> BatchGradient:
@@ -80,7 +78,7 @@ def batch_gradient(
         with tally.seconds("forward"):
             scores = score_rows(
                 model, prepared.micro_batch, prepared.rows, head_chunk_tokens, full=objective.full_support,
-                weigh=objective.weigh, taps=taps,
+                weigh=objective.weigh,
             )  # fmt: skip
         proximal = _start_of(scores, prepared)
         start = proximal if starts is None else starts[index]

@@ -26,7 +26,6 @@ from everlong.contracts.records import (
     TrainerStatus,
     TrainReport,
 )
-from everlong.models.attention_logits import HighestLogits
 from everlong.models.checkpoint import save_checkpoint
 from everlong.models.llama.model import Llama
 from everlong.models.numerics import Numerics
@@ -58,7 +57,7 @@ from everlong.trainer.replay import check_micro_batch
 from everlong.trainer.scoring import score_micro_batch
 from everlong.trainer.step import BatchGradient, batch_gradient, deterministic, reference_logprobs
 from everlong.trainer.tally import Tally
-from everlong.trainer.taps import Taps
+from everlong.trainer.taps import HighestLogits, Taps, tapped
 from everlong.weights import RawTensor, WeightPublisher, WeightReader, WeightSet, fingerprint
 
 R = TypeVar("R")
@@ -227,10 +226,10 @@ class PolicyTrainer:
         rate = 0.0
         for _ in range(num_updates):
             taps = Taps(self._clamp, self._logits_watch())
-            with deterministic():
+            with deterministic(), tapped(self._model, taps):
                 step = batch_gradient(
                     self._model, batch, self._objective, None if first is None else first.starts,
-                    self._config.head_chunk_tokens, tally, reference, taps=taps, ranks=self._ranks,
+                    self._config.head_chunk_tokens, tally, reference, ranks=self._ranks,
                     owners=self._optimizer.owners,
                 )  # fmt: skip
             rate = learning_rate(self._optimizer_config, self._optimizer.num_steps, supervised=supervised)
@@ -308,13 +307,13 @@ class PolicyTrainer:
 
     def _score_checked(self, request: ScoreRequest) -> ScoredColumns:
         wanted, logprobs, values = request.wanted, None, None
-        own = [request.micro_batches[index] for index in self._ranks.share(len(request.micro_batches))]
+        parts, share = request.micro_batches, self._ranks.share(len(request.micro_batches))
         if "logprobs" in wanted:
             chunk = self._config.head_chunk_tokens
-            logprobs = _joined(self._ranks.gather([score_micro_batch(self._model, part, chunk) for part in own]))
+            logprobs = _joined(self._ranks.gather([score_micro_batch(self._model, parts[i], chunk) for i in share]))
         if "values" in wanted and self._critic is not None:
             self._critic.begin()
-            values = _joined(self._ranks.gather([self._critic.score(micro_batch) for micro_batch in own]))
+            values = _joined(self._ranks.gather([self._critic.score(parts[i]) for i in share]))
         return ScoredColumns(
             logprobs=logprobs,
             values=None if values is None else tuple(part.before for part in values),

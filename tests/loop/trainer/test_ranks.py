@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from tests.loop.trainer.ranked import FACTORY, SETTINGS, a_batch, build, without_times
+from tests.loop.trainer.ranked import FACTORY, a_batch, build, without_times
 
 from everlong.contracts.errors import WorkerDied
 from everlong.contracts.records import ScoreRequest
@@ -69,7 +69,7 @@ async def trained(folder, settings, num_ranks, batches):
     return metrics, scores, status, manifest.tensors_hash
 
 
-@pytest.mark.parametrize("settings", [name for name in SETTINGS if name != "breaks"])
+@pytest.mark.parametrize("settings", ["critic and hidden clamp", "muon, two updates"])
 async def test_the_number_of_ranks_changes_no_bit(tmp_path, settings):
     """Neither of weights, moments and bounds, nor of what is measured; and a checkpoint of one is another's."""
     batches = [a_batch(number, returns="critic" in settings) for number in range(3)]
@@ -84,10 +84,9 @@ async def test_the_number_of_ranks_changes_no_bit(tmp_path, settings):
     assert two[3] != one[3] and resumed[2:] == one[2:] and resumed[0] == one[0][2:]
 
 
-async def test_more_ranks_than_micro_batches_and_tensors_train_too(tmp_path):
+async def test_adapters_train_on_more_ranks_than_there_are_micro_batches(tmp_path):
     one = await trained(tmp_path / "1", "adapters", 1, [a_batch(0, 1)])
-    assert await trained(tmp_path / "2", "adapters", 2, [a_batch(0, 1)]) is not None
-    two = await trained(tmp_path / "3", "adapters", 2, [a_batch(0, 1)])
+    two = await trained(tmp_path / "2", "adapters", 2, [a_batch(0, 1)])
     assert one[2:] == two[2:]
 
 

@@ -8,10 +8,12 @@ import torch
 from tests.unit.trainer.test_policy_trainer import some_batch, trainer_of
 from tests.unit.trainer.tiny import SHAPE, tiny
 
-from everlong.models.attention_logits import HighestLogits
+from everlong.models.attention import TreeAttention
 from everlong.models.llama.model import Llama
+from everlong.models.numerics import Numerics
 from everlong.trainer.config import AdamWConfig, MuonConfig, TrainerConfig
 from everlong.trainer.qk_clip import qk_clip_factors, scale_heads
+from everlong.trainer.taps import HighestLogits
 
 SEGMENTS = [(-1, 0, 3), (0, 3, 4), (1, 7, 2), (0, 9, 130), (-1, 139, 5), (4, 144, 0)]
 """Two roots; a path of three segments; one longer than a piece; an empty one."""
@@ -55,17 +57,15 @@ def dense_highest(q, k, segments, scale):
 def test_the_highest_logit_counts_every_key_that_a_query_sees_and_no_other():
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(144, 4, 8, generator=generator)
-    k, v = torch.randn(2, 144, 2, 8, generator=generator)
+    k = torch.randn(144, 2, 8, generator=generator)
     q[8] *= 50  # of the third segment: what would show if other branches' or later keys counted
     k[10] *= 50
-    watch, given = HighestLogits(3, 4), []
-    attend = watch.over(lambda *arguments: given.append(arguments) or q, SEGMENTS, 0.35)
-    assert attend(1, q, k, v) is q
-    assert given == [(1, q, k, v)]
-    torch.testing.assert_close(watch.highest_LH[1], dense_highest(q, k, SEGMENTS, 0.35))
+    attention, watch = TreeAttention(SEGMENTS, 0.35, Numerics.FAST), HighestLogits(3, 4)
+    expected = dense_highest(q, k, SEGMENTS, 0.35)
+    for times in (1.0, 0.5):
+        watch.meet(1, attention.highest_logits(times * q, k))
+        torch.testing.assert_close(watch.highest_LH[1], expected)
     assert watch.highest_LH[[0, 2]].eq(-torch.inf).all()
-    attend(1, q / 2, k, v)
-    torch.testing.assert_close(watch.highest_LH[1], dense_highest(q, k, SEGMENTS, 0.35))
 
 
 def one_layer(num_kv_heads):

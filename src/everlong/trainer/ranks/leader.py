@@ -40,19 +40,20 @@ class Follower:
     def wait_until_ready(self) -> None:
         """Raises WorkerDied where it ended first."""
         assert self.process.stdout is not None
-        if self.process.stdout.readline() != READY:
-            raise WorkerDied(self.ending("while it was started"))
+        line = self.process.stdout.readline()
+        if line != READY:
+            raise WorkerDied(self.ending("while it was started", line))
 
     def tell(self, name: str, argument: object) -> None:
         assert self.process.stdin is not None
         pickle.dump((name, argument), self.process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
         self.process.stdin.flush()
 
-    def ending(self, when: str) -> str:
-        """How it ended, in words."""
+    def ending(self, when: str, heard: bytes = b"") -> str:
+        """How it ended, in words, with what it said of it; `heard` was read already."""
         assert self.process.stdout is not None
         code = self.process.wait()
-        said = self.process.stdout.read().decode(errors="replace").strip()
+        said = (heard + self.process.stdout.read()).decode(errors="replace").strip()
         how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
         return f"rank {self.rank} of the trainer (pid {self.process.pid}) {how} {when}" + (f": {said}" if said else "")
 
