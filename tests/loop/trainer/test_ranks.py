@@ -107,10 +107,10 @@ async def test_a_rank_that_is_killed_ends_the_step_with_its_name_and_no_later_ca
     with pytest.raises(
         WorkerDied, match=rf"rank 1 of the trainer \(pid {pid}\) was ended by signal 9 during train.*resume"
     ):
-        await asyncio.wait_for(step, 60)
+        await step
     with pytest.raises(WorkerDied, match="rank 1 of the trainer"):
-        await asyncio.wait_for(trainer.train(a_batch(0)), 60)
-    await asyncio.wait_for(trainer.close(), 60)
+        await trainer.train(a_batch(0))
+    await trainer.close()
     assert CheckpointStore(open_store(f"file://{tmp_path}/store"), 2).numbers() == [] and before.num_batches == 0
 
 

@@ -21,8 +21,8 @@ from everlong.contracts.errors import WorkerDied
 from everlong.trainer.ranks.follower import LOST_A_RANK, READY
 from everlong.trainer.ranks.group import RankGroup, RankLost
 
-GRACE_S = 10.0
-"""For a rank to say why it ends, after the others have noticed."""
+LOOKS, LOOK_S = 200, 0.05
+"""For a rank to say why it ends, after the others have noticed. Looks are counted, and no clock: a machine may sleep meanwhile."""
 
 
 class Follower:
@@ -108,13 +108,12 @@ class Leader(RankGroup):
 
     def _culprit(self, when: str) -> str | None:
         """How the rank ended that was the first to go; the others only lost it."""
-        deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline:
+        for _ in range(LOOKS):
             codes = [follower.process.poll() for follower in self._followers]
             for follower, code in zip(self._followers, codes, strict=True):
                 if code is not None and code != LOST_A_RANK:
                     return follower.ending(when)
-            time.sleep(0.05)
+            time.sleep(LOOK_S)
         return None
 
 
