@@ -42,7 +42,7 @@ RANK_FACTORY = "everlong.cli.cell:build_rank"
 def build_cell(config_path: str) -> Cell:
     """The cell of the run whose resolved config lies at this path."""
     making = _Making.of(config_path)
-    making.prepare(share=1)
+    making.prepare(making.share)
     lease = asyncio.Lock()
     return Cell(making.engine(lease), making.trainer(lease))
 
@@ -50,21 +50,21 @@ def build_cell(config_path: str) -> Cell:
 def build_engine_cell(config_path: str) -> Cell:
     """Of a run that samples while it trains; it computes on half of the machine."""
     making = _Making.of(config_path)
-    making.prepare(share=2)
+    making.prepare(making.share)
     return Cell(making.engine(asyncio.Lock()), None)
 
 
 def build_trainer_cell(config_path: str) -> Cell:
     """Of a run that samples while it trains; it computes on the other half."""
     making = _Making.of(config_path)
-    making.prepare(share=2)
+    making.prepare(making.share)
     return Cell(None, making.trainer(asyncio.Lock()))
 
 
 def build_rank(config_path: str, ranks: Ranks) -> PolicyTrainer:
     """The trainer of a rank beside the cell's own, with the threads that this has while it trains."""
     making = _Making.of(config_path)
-    making.prepare(share=making.trainers_share * ranks.size)
+    making.prepare(making.share_of_rank)
     return making.policy_trainer(asyncio.Lock(), ranks)
 
 
@@ -113,9 +113,15 @@ class _Making:
         return _engine(config, self.source, self.store, self.folder, lease)
 
     @property
-    def trainers_share(self) -> int:
-        """By how many the machine's threads are divided for the cell that trains."""
-        return 2 if isinstance(self.config.schedule, AsyncConfig) else 1
+    def share_of_rank(self) -> int:
+        """By how many the machine's threads are divided for each rank of the trainer."""
+        return self.config.trainer.ranks * (2 if isinstance(self.config.schedule, AsyncConfig) else 1)
+
+    @property
+    def share(self) -> int:
+        """And for a cell. Where its engine must give the trainer's bits it computes with a rank's threads too."""
+        is_aligned = self.config.numerics == "aligned"
+        return self.share_of_rank // (1 if is_aligned else self.config.trainer.ranks)
 
     def trainer(self, lease: asyncio.Lock) -> Trainer:
         config = self.config
@@ -142,7 +148,7 @@ class _Making:
         from everlong.trainer.trainer import PolicyTrainer
 
         config, threads = self.config, None
-        if ranks.size > 1 and not ranks.rank and config.threads is None:
+        if not ranks.rank and config.threads is None and self.share != self.share_of_rank:
             threads = max(1, torch.get_num_threads() // ranks.size)
         network = _network(config, self.source, make_renderer(config).tokenizer.vocab_size)
         refuse_other_model(config, self.source, network, self.store)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from everlong.models.llama.checkpoint_names import projection_name
+from everlong.models.llama.config import LlamaConfig
 from everlong.models.llama.model import Llama
 from everlong.trainer.muon import muon_step
 from everlong.trainer.optimizer_config import AnyOptimizer, MuonConfig
@@ -188,7 +189,7 @@ def _bits(weight: Tensor) -> Tensor:
     return weight.view(torch.int32 if weight.dtype == torch.float32 else torch.int16)
 
 
-HEADED = ("q_proj", "k_proj", "v_proj")
+HEADED = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 """Projections whose rows are heads."""
 
 
@@ -197,13 +198,20 @@ def _muon_blocks(model: Stepped, config: AnyOptimizer) -> dict[str, tuple[int, .
     if not isinstance(config, MuonConfig):
         return {}
     assert isinstance(model, Llama) and model.adapters is None, "refused with the run's settings"
-    blocks = {}
-    for name, weight in model.named_weights().items():
-        if weight.ndim >= 2 and ".layers." in name:
-            headed = config.per_head and any(part in name for part in HEADED)
-            rows = model.config.head_dim if headed else weight.shape[-2]
-            blocks[name] = (rows,) * (weight.shape[-2] // rows)
-    return blocks
+    return {
+        name: block_rows(name, weight.shape[-2], model.config, per_head=config.per_head)
+        for name, weight in model.named_weights().items()
+        if weight.ndim >= 2 and ".layers." in name
+    }
+
+
+def block_rows(name: str, rows: int, shape: LlamaConfig, *, per_head: bool) -> tuple[int, ...]:
+    """How a weight of so many rows is cut: by its heads, or by the projections that it fuses (`qkv_proj`, `gate_up_proj`)."""
+    if per_head and any(part in name for part in HEADED):
+        return (shape.head_dim,) * (rows // shape.head_dim)
+    if "qkv_proj" in name:
+        return tuple(heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads))
+    return (rows // 2,) * 2 if "gate_up_proj" in name else (rows,)
 
 
 def learning_rate(config: AnyOptimizer, num_steps: int, *, supervised: bool = False) -> float:
