@@ -155,7 +155,7 @@ async def warm(work: Path, seed: int, num_batches: int) -> Path:
     """The checkpoint from which a seed's arms begin, after so many batches of demonstrations."""
     folder = work / f"warm-{seed}-{num_batches}" / "checkpoint"
     if not folder.exists():
-        arm = Arm(name="warm", seed=seed, optimizer=AdamWConfig(learning_rate=2e-3, warmup_batches=20))
+        arm = Arm(name="warm", seed=seed, optimizer=AdamWConfig(learning_rate=2e-3, warmup_steps=20))
         trainer = trainer_of(arm, build_toy(seed), open_store("memory://"), asyncio.Lock())
         for batch in range(num_batches):
             await trainer.train(demonstrations(batch, (seed, 1, batch), WARM_TRACES, arm.answer_tokens))

@@ -63,7 +63,7 @@ def quickstart_config(model_type: str = "smollm2") -> RunConfig:
             sampling=SamplingConfig(max_tokens=64),
             warmup=WarmupConfig(num_batches=210, traces_per_batch=64),
             schedule=RoundsConfig(num_batches=24, groups_per_batch=16, group_size=8, eval_every=8, checkpoint_every=10),
-            optimizer=AdamWConfig(learning_rate=3e-4, supervised_learning_rate=2e-3, warmup_batches=20),
+            optimizer=AdamWConfig(learning_rate=3e-4, supervised_learning_rate=2e-3, warmup_steps=20),
         )
     return RunConfig(
         output=output,

@@ -8,12 +8,14 @@ therefore equal the engine's; the fast mode uses the same gather because a mask 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from everlong.models.attention_logits import highest_logits
 from everlong.models.numerics import CausalAttention, Numerics
 
 # T tokens, B segments, Q queries of the longest segment, S keys of the longest path
@@ -23,6 +25,7 @@ class TreeAttention:
     """An `Attend` over segments (parent index or -1, start, length) that tile the T tokens, parents first."""
 
     def __init__(self, segments: Sequence[tuple[int, int, int]], scale: float, numerics: Numerics) -> None:
+        self._segments, self._scale = segments, scale
         buckets = (_bucket([segments[i] for i in members], segments) for members in _by_length(segments))
         self._buckets = [
             (queries, keys, CausalAttention(positions, scale, numerics), real)
@@ -35,6 +38,17 @@ class TreeAttention:
             mixed = attention(_take(q_THD, queries_BQ), _take(k_TGD, keys_BS), _take(v_TGD, keys_BS))
             out = out.index_put((queries_BQ[real_BQ],), mixed[real_BQ].to(out.dtype))
         return out
+
+    def highest_logits(self, q_THD: Tensor, k_TGD: Tensor) -> Tensor:
+        """float32 [H], over all pairs of query and key that see each other."""
+        pairs = ((torch.from_numpy(path), length) for path, length in self._paths)
+        found = [highest_logits(q_THD[path[-length:]], k_TGD[path], self._scale) for path, length in pairs]
+        return torch.stack(found).amax(0)
+
+    @cached_property
+    def _paths(self) -> list[tuple[np.ndarray, int]]:
+        """Of every segment with tokens: its path's, and how many are its own."""
+        return [(_path(segment, self._segments), segment[2]) for segment in self._segments if segment[2]]
 
 
 def _take(x: Tensor, places: Tensor) -> Tensor:

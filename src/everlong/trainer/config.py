@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from everlong.contracts.config import Config
+from everlong.trainer.clamp_config import WITHOUT_CLAMP, ClampConfig
 from everlong.trainer.critic_config import BoundedHead, CriticConfig, LinearHead
 from everlong.trainer.kl_config import AnyKl, KlConfig, KlLoss, KlReward, NoKl
 from everlong.trainer.loss_config import (
@@ -94,6 +95,10 @@ class TrainerConfig(Config):
     then multiplies in float32."""
     checkpoint_keep: int = Field(2, ge=1)
     """Newest checkpoints that stay in the store."""
+    gradient_clamp: ClampConfig = WITHOUT_CLAMP
+    """Whether the largest gradients are cut, in the backward pass or after it."""
+    ranks: int = Field(1, ge=1)
+    """Processes that share out the micro-batches and the optimiser's state of a batch, on this machine. It changes no update."""
 
 
 def check_projection(trainer: TrainerConfig, ratio: RatioConfig) -> None:

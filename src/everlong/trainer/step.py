@@ -13,6 +13,7 @@ from everlong.models.llama.model import Llama
 from everlong.trainer.gradient_sum import Gradient, GradientSum
 from everlong.trainer.objective import Objective, PolicyTokens, Reference, policy_terms
 from everlong.trainer.preparation import PreparedBatch, PreparedMicroBatch
+from everlong.trainer.ranks.ranks import ALONE, OwnedGradient, Ranks
 from everlong.trainer.scoring import RowScores, score_rows
 from everlong.trainer.tally import Tally
 
@@ -31,12 +32,21 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class BatchGradient:
     loss: float
-    gradient: Gradient
+    gradient: OwnedGradient
     starts: tuple[Start, ...]
     """Per micro-batch, of the weights that the gradient was taken at."""
 
 
 NOTHING = Start(torch.zeros(0), torch.zeros(0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What a micro-batch gives beside its gradient."""
+
+    loss: float
+    start: Start
+    tally: Tally
 
 
 def batch_gradient(
@@ -47,39 +57,57 @@ def batch_gradient(
     head_chunk_tokens: int,
     tally: Tally,
     reference: Sequence[Tensor] | None = None,
+    *,
+    ranks: Ranks = ALONE,
+    owners: Sequence[int] = (),
 ) -> BatchGradient:
     """Loss and gradient of the batch at the model's weights.
 
     `starts` are the logprobs before the first update; None on the first, whose own forward pass gives them: weights,
     packing and replay are the same, so the update ratio is exactly 1. `reference` are the reference policy's, [P] per
-    micro-batch, where the objective has a KL term. Every micro-batch's gradient starts from zero.
+    micro-batch, where the objective has a KL term. Every micro-batch's gradient starts from zero. Over several ranks each
+    computes its share, and gets the gradient of the parameters whose `owners` it is.
     """
-    gradients, loss, own_starts = GradientSum(), 0.0, []
-    for index, prepared in enumerate(batch.micro_batches):
+    gradients, own = GradientSum(), dict[int, _Computed]()
+    for index in ranks.share(len(batch.micro_batches)):
+        prepared = batch.micro_batches[index]
         if not len(prepared.rows):
             gradients.push(index, None)
-            own_starts.append(NOTHING)
             continue
+        metrics = Tally()
         with tally.seconds("forward"):
             scores = score_rows(
                 model, prepared.micro_batch, prepared.rows, head_chunk_tokens, full=objective.full_support,
                 weigh=objective.weigh, projection=objective.projection,
             )  # fmt: skip
-        own = _start_of(scores, prepared)
-        start = own if starts is None else starts[index]
-        terms_R = _terms(scores, start, prepared, objective, tally, None if reference is None else reference[index])
+        proximal = _start_of(scores, prepared)
+        start = proximal if starts is None else starts[index]
+        terms_R = _terms(scores, start, prepared, objective, metrics, None if reference is None else reference[index])
         total = (prepared.weights_R * terms_R).sum()
         with tally.seconds("backward"):
             gradients.push(index, _gradient(total, model))
-        loss += float((prepared.weights_R.double() * terms_R.detach().double()).sum())
-        own_starts.append(own)
-        tally.mean("entropy", scores.entropy_R[prepared.policy_P])
-    gradient = gradients.close(len(batch.micro_batches))
+        loss = float((prepared.weights_R.double() * terms_R.detach().double()).sum())
+        metrics.mean("entropy", scores.entropy_R[prepared.policy_P])
+        own[index] = _Computed(loss, proximal, metrics)
+    with tally.seconds("exchange"):
+        gradient = ranks.sum(
+            gradients,
+            [len(prepared.rows) > 0 for prepared in batch.micro_batches],
+            owners,
+            [weight.shape for weight in model.trained_weights().values()],
+        )
+        computed = {index: part for found in ranks.gather(own) for index, part in found.items()}
     if gradient is None:
         raise ValueError("a batch without a trained token has no gradient")
     for part in gradient:
-        part.div_(batch.denominator)
-    return BatchGradient(loss / batch.denominator, gradient, tuple(own_starts))
+        if part is not None:
+            part.div_(batch.denominator)
+    loss = 0.0
+    for index in sorted(computed):
+        loss += computed[index].loss
+        tally.add(computed[index].tally)
+    all_starts = (computed[i].start if i in computed else NOTHING for i in range(len(batch.micro_batches)))
+    return BatchGradient(loss / batch.denominator, gradient, tuple(all_starts))
 
 
 def _gradient(total: Tensor, model: Llama) -> Gradient:
@@ -101,17 +129,18 @@ def _gradient(total: Tensor, model: Llama) -> Gradient:
 
 @torch.no_grad()
 def reference_logprobs(
-    model: Llama, batch: PreparedBatch, objective: Objective, head_chunk_tokens: int
+    model: Llama, batch: PreparedBatch, objective: Objective, head_chunk_tokens: int, ranks: Ranks = ALONE
 ) -> tuple[Tensor, ...]:
     """Of the model's present weights, float32 [P] per micro-batch, over the support of the KL term."""
-    found = []
-    for prepared in batch.micro_batches:
+    own = []
+    for index in ranks.share(len(batch.micro_batches)):
+        prepared = batch.micro_batches[index]
         if not len(prepared.policy_P):
-            found.append(torch.zeros(0))
+            own.append(torch.zeros(0))
             continue
         scores = score_rows(model, prepared.micro_batch, prepared.rows, head_chunk_tokens, full=objective.full_support)
-        found.append(scores.full_R[prepared.policy_P])
-    return tuple(found)
+        own.append(scores.full_R[prepared.policy_P])
+    return tuple(part for found in ranks.gather(own) for part in found)
 
 
 def _start_of(scores: RowScores, prepared: PreparedMicroBatch) -> Start:

@@ -68,6 +68,7 @@ CENTRED = {"loss.type": "reinforce", "ratio.correction.type": "token_truncation"
 KL = {"kl.type": "loss"}
 GVISOR = {"sandbox.type": "gvisor"}
 MUON = {"optimizer.type": "muon"}
+HIDDEN = {"trainer.gradient_clamp.type": "hidden"}
 LORA = {"adapter.type": "lora"}
 PARTIAL = {"schedule.type": "partial"}
 ASYNC = {"schedule.type": "async"}
@@ -209,26 +210,31 @@ CHANGES = {
     "optimizer.nesterov": Change(False, MUON),
     "optimizer.iterations": Change(3, MUON),
     "optimizer.per_head": Change(True, MUON),
+    "optimizer.qk_clip": Change(100.0, MUON),
     "optimizer.learning_rate": Change(0.5),
     "optimizer.supervised_learning_rate": Change(0.25),
     "optimizer.weight_decay": Change(0.1),
     "optimizer.beta1": Change(0.5),
     "optimizer.beta2": Change(0.5),
     "optimizer.eps": Change(0.125),
-    "optimizer.warmup_batches": Change(4),
+    "optimizer.warmup_steps": Change(4),
     "optimizer.max_grad_norm": Change(0.5),
     "critic.head.type": Change("bounded", GAE),
     "critic.head.initial": Change(0.5, GAE),
     "critic.head.low": Change(-1.0, BOUNDED),
     "critic.head.high": Change(2.0, BOUNDED),
     "critic.learning_rate": Change(0.5, GAE),
-    "critic.warmup_batches": Change(4, GAE),
+    "critic.warmup_steps": Change(4, GAE),
     "critic.updates_per_batch": Change(5, GAE),
     "critic.pretrain_batches": Change(1, {**GAE, "schedule.num_batches": 2}),
     "trainer.updates_per_batch": Change(3),
     "trainer.head_chunk_tokens": Change(64),
     "trainer.logit_projection": Change("mean"),
     "trainer.checkpoint_keep": Change(5),
+    "trainer.gradient_clamp.type": Change("hidden"),
+    "trainer.gradient_clamp.of": Change("elements", HIDDEN),
+    "trainer.gradient_clamp.share": Change(0.01, HIDDEN),
+    "trainer.ranks": Change(2),
     "weights.store": Change("other-store"),
     "weights.anchor_every": Change(3),
     "weights.keep": Change(5),
@@ -451,11 +457,11 @@ COMPARES_NOTHING = {"admission.zero_signal": "drop"}
 TRAINED = {
     "toy": (
         {**VLLM, "engine.python": "python"},
-        {**KL, **MUON, **SOFT},
+        {**KL, **MUON, **SOFT, **HIDDEN},
         {**GRPO, **TRUNCATION},
         {**GRPO, **MASK, **LORA},
         {**CISPO, "kl.type": "reward"},
-        {"loss.type": "kimi"},
+        {"loss.type": "kimi", "trainer.gradient_clamp.type": "weights"},
         {"loss.type": "dapo"},
         {"loss.type": "gspo"},
         {"loss.type": "gspo_token"},

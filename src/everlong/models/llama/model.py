@@ -27,11 +27,25 @@ class Attend(Protocol):
         ...
 
 
+class Tap(Protocol):
+    """What watches a pass, or changes its gradient."""
+
+    def before_attention(self, layer: int, q_THD: Tensor, k_TGD: Tensor, attend: Attend) -> None:
+        """Sees what will attend."""
+        ...
+
+    def after_layer(self, layer: int, hidden_TM: Tensor) -> Tensor:
+        """The layer's hidden states in, what the next one gets out."""
+        ...
+
+
 class Llama(nn.Module):
     """Weights are float32 or bfloat16; the residual stream is float32. Aligned numerics compute in float32."""
 
     _cos: Tensor
     _sin: Tensor
+    tap: Tap | None = None
+    """Of the passes that make a gradient, while somebody asks."""
 
     def __init__(
         self, config: LlamaConfig, *, dtype: torch.dtype = torch.float32, numerics: Numerics = Numerics.FAST
@@ -135,6 +149,7 @@ class Llama(nn.Module):
         rotation = self._cos[positions_T][:, None], self._sin[positions_T][:, None]
         for layer in range(self.config.num_layers):
             hidden = self._block(layer, hidden, rotation, attend, [next(weights) for _ in range(9)])
+            hidden = hidden if self.tap is None else self.tap.after_layer(layer, hidden)
         return self._norm(hidden, next(weights))
 
     def logits(self, hidden_TM: Tensor) -> Tensor:
@@ -148,7 +163,10 @@ class Llama(nn.Module):
         x = self._norm(hidden, norm_in)
         heads = (("q_proj", q_proj), ("k_proj", k_proj), ("v_proj", v_proj))
         q, k, v = (self.project(layer, name, x, w).view(len(x), -1, self.config.head_dim) for name, w in heads)
-        mixed = attend(layer, _rotate(q, *rotation), _rotate(k, *rotation), v)
+        q, k = _rotate(q, *rotation), _rotate(k, *rotation)
+        if self.tap is not None:
+            self.tap.before_attention(layer, q, k, attend)
+        mixed = attend(layer, q, k, v)
         hidden = hidden + self.project(layer, "o_proj", mixed.flatten(1), o_proj).float()
         x = self._norm(hidden, norm_mlp)
         gated = silu(self.project(layer, "gate_proj", x, gate_proj), self.numerics)
