@@ -67,11 +67,12 @@ def lay_out(segments: Sequence[tuple[int, int, int]]) -> TreeLayout:
     """Of segments (parent index or -1, start, length) that tile the tokens, parents first."""
     children: list[list[int]] = [[] for _ in segments]
     sizes = [length for _, _, length in segments]
-    for index in range(len(segments) - 1, -1, -1):
-        parent = segments[index][0]
+    for index, (parent, _, _) in enumerate(segments):
         if parent >= 0:
-            sizes[parent] += sizes[index]
-            children[parent].insert(0, index)
+            children[parent].append(index)
+    for index in range(len(segments) - 1, -1, -1):
+        if segments[index][0] >= 0:
+            sizes[segments[index][0]] += sizes[index]
     builder = _Builder(segments, children, sizes)
     for index, (parent, _, _) in enumerate(segments):
         if parent < 0:
