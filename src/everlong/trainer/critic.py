@@ -23,7 +23,6 @@ from everlong.trainer.optimizer import MasterOptimizer, learning_rate
 from everlong.trainer.optimizer_config import AnyOptimizer
 from everlong.trainer.preparation import PreparedBatch
 from everlong.trainer.replay import predecessors
-from everlong.trainer.scoring import hidden_states
 from everlong.trainer.tally import Tally
 
 PREFIX = "critic/"
@@ -70,7 +69,7 @@ class Critic:
     def score(self, micro_batch: MicroBatch) -> StateValues:
         self._start()
         columns = micro_batch.columns
-        own = self.network.values(hidden_states(self.network.trunk, micro_batch)).numpy()
+        own = self.network.read(micro_batch, np.arange(len(columns))).numpy()
         previous = predecessors(micro_batch.segments, len(columns))
         asked = (columns.sampled | columns.trainable) & (previous >= 0)
         nothing = np.float32(np.nan)
@@ -144,8 +143,7 @@ def value_gradient(network: ValueNetwork, batch: PreparedBatch) -> ValueGradient
         if not len(prepared.policy_P):
             gradients.push(index, None)
             continue
-        hidden_TM = hidden_states(network.trunk, prepared.micro_batch)
-        values_P = network.values(hidden_TM[prepared.rows.predecessors_R[prepared.policy_P]])
+        values_P = network.read(prepared.micro_batch, prepared.rows.predecessors_R[prepared.policy_P].numpy())
         terms_P = (values_P - prepared.returns_P).square() / 2
         parts = torch.autograd.grad(terms_P.sum(), list(weights.values()), allow_unused=True)
         pairs = zip(weights.values(), parts, strict=True)
