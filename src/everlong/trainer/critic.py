@@ -16,6 +16,7 @@ from torch import Tensor
 
 from everlong.contracts.records import MicroBatch
 from everlong.models.llama.model import Llama
+from everlong.models.numerics import widened
 from everlong.models.value_network import ValueNetwork
 from everlong.trainer.critic_config import BoundedHead, CriticConfig, critic_optimizer
 from everlong.trainer.gradient_sum import Gradient, GradientSum
@@ -147,7 +148,7 @@ def value_gradient(network: ValueNetwork, batch: PreparedBatch) -> ValueGradient
         terms_P = (values_P - prepared.returns_P).square() / 2
         parts = torch.autograd.grad(terms_P.sum(), list(weights.values()), allow_unused=True)
         pairs = zip(weights.values(), parts, strict=True)
-        gradients.push(index, [torch.zeros_like(w).float() if part is None else part.float() for w, part in pairs])
+        gradients.push(index, [widened(torch.zeros_like(w) if part is None else part) for w, part in pairs])
         loss += float(terms_P.detach().double().sum())
         values.append(values_P.detach())
     gradient = gradients.close(len(batch.micro_batches))
