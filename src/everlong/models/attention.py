@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -53,19 +54,38 @@ def _take(x: Tensor, places: Tensor) -> Tensor:
 
 
 class KeyMemory:
-    """Keys and values of every place of a tree, layer by layer, and the sums of the gradients that were found for them."""
+    """What later parts see of earlier ones: keys and values, layer by layer, and the sums of the gradients found for them."""
 
-    def __init__(self, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
+    def __init__(self, layout: TreeLayout, parts: Sequence[Run]) -> None:
+        last_seen_T = np.zeros(len(layout), np.int64)
+        for call in layout.calls:
+            keys = last_seen_T[slice(*call.keys)]
+            np.maximum(keys, call.queries[1], out=keys)
+        part_end_T = np.concatenate([np.full(stop - start, stop) for start, stop in parts])
+        self._seen_later_T = last_seen_T > part_end_T
+        self._place = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._seen_later_T)])
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
 
+    @property
+    def num_held(self) -> int:
+        """Tokens whose keys and values are held."""
+        return int(self._place[-1])
+
+    def slot(self, run: Run) -> slice:
+        """Where neighbours lie that are all held, or those of a part that are."""
+        return slice(int(self._place[run[0]]), int(self._place[run[1]]))
+
     def write(self, layer: int, part: Run, k_NGD: Tensor, v_NGD: Tensor) -> None:
         if layer not in self._held:
-            k, v = (x.new_empty(self._num_tokens, *x.shape[1:]) for x in (k_NGD, v_NGD))
+            k, v = (x.new_empty(self.num_held, *x.shape[1:]) for x in (k_NGD, v_NGD))
             self._held[layer] = k, v
         for held, own in zip(self._held[layer], (k_NGD, v_NGD), strict=True):
-            held[slice(*part)] = own.detach()
+            held[self.slot(part)] = own.detach()[self.seen_later(part)]
+
+    def seen_later(self, part: Run) -> Tensor:
+        """bool [N]: which of the part's tokens are held."""
+        return torch.from_numpy(self._seen_later_T[slice(*part)])
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._held[layer]
@@ -85,7 +105,7 @@ class _Product:
     queries: slice
     """Of the part."""
     keys: slice
-    """Of the part, or of the whole tree where they stand before it."""
+    """Of the part, or of the memory where they stand before it."""
     is_before: bool
     is_causal: bool
 
@@ -120,8 +140,8 @@ class PassAttention:
     ) -> None:
         """`memory` where the part is not the whole: it must hold what stands before; `remembers`: it takes the part's own."""
         self.part, self.memory, self.scale = part or (0, len(layout)), memory, scale
-        self.products = tuple(_products(layout.calls, self.part))
-        self.units = tuple(_batches(_units(layout.chains, self.part))) if numerics is Numerics.ALIGNED else ()
+        self.products = tuple(_products(layout.calls, self.part, memory))
+        self.units = tuple(_batches(_units(layout.chains, self.part, memory))) if numerics is Numerics.ALIGNED else ()
         self.is_aligned, self._remembers = numerics is Numerics.ALIGNED, remembers
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
@@ -133,7 +153,17 @@ class PassAttention:
         return None if self.memory is None else self.memory.read(layer)
 
 
-def _products(calls: Sequence[Call], part: Run) -> Iterator[_Product]:
+def _split(keys: Run, part: Run, memory: KeyMemory | None) -> Iterator[tuple[bool, slice]]:
+    """A run of keys as what stands before the part, true and where it lies in memory, and what stands in the part."""
+    (lowest, highest), start = keys, part[0]
+    if lowest < min(highest, start):
+        assert memory is not None, "a part needs the memory of what stands before it"
+        yield True, memory.slot((lowest, min(highest, start)))
+    if max(lowest, start) < highest:
+        yield False, slice(max(lowest, start) - start, highest - start)
+
+
+def _products(calls: Sequence[Call], part: Run, memory: KeyMemory | None) -> Iterator[_Product]:
     """What the calls are for the part's queries. First come those of every query over its own chain within the part."""
     start, stop = part
     clipped = [(call, max(call.queries[0], start), min(call.queries[1], stop)) for call in calls]
@@ -143,29 +173,20 @@ def _products(calls: Sequence[Call], part: Run) -> Iterator[_Product]:
             own = slice(first - start, last - start)
             yield _Product(own, own, is_before=False, is_causal=True)
     for call, first, last in clipped:
-        queries = slice(first - start, last - start)
-        lowest, highest = call.keys[0], first if call.is_causal else call.keys[1]
-        if lowest < min(highest, start):
-            yield _Product(queries, slice(lowest, min(highest, start)), is_before=True, is_causal=False)
-        if max(lowest, start) < highest:
-            keys = slice(max(lowest, start) - start, highest - start)
-            yield _Product(queries, keys, is_before=False, is_causal=False)
+        keys = (call.keys[0], first) if call.is_causal else call.keys
+        for is_before, run in _split(keys, part, memory):
+            yield _Product(slice(first - start, last - start), run, is_before=is_before, is_causal=False)
 
 
-def _units(chains: Sequence[Chain], part: Run) -> Iterator[_Unit]:
+def _units(chains: Sequence[Chain], part: Run, memory: KeyMemory | None) -> Iterator[_Unit]:
     start, stop = part
     for chain in chains:
         for first in range(max(chain.start, start), min(chain.stop, stop), ALIGNED_QUERIES):
             last = min(first + ALIGNED_QUERIES, chain.stop, stop)
             runs = [*chain.above, (chain.start, last)]
-            keys = []
-            for lowest, highest in runs:
-                if lowest < min(highest, start):
-                    keys.append((True, slice(lowest, min(highest, start))))
-                if max(lowest, start) < highest:
-                    keys.append((False, slice(max(lowest, start) - start, highest - start)))
+            keys = tuple(piece for run in runs for piece in _split(run, part, memory))
             num_keys = sum(highest - lowest for lowest, highest in runs)
-            yield _Unit(slice(first - start, last - start), tuple(keys), num_keys)
+            yield _Unit(slice(first - start, last - start), keys, num_keys)
 
 
 def _batches(units: Iterator[_Unit]) -> Iterator[list[_Unit]]:
@@ -209,8 +230,9 @@ class _Attention(torch.autograd.Function):
             d_keys[product.keys] += parts[1]
             d_values[product.keys] += parts[2]
         if attend.memory is not None:  # what later parts found for this one
+            held, seen = attend.memory.slot(attend.part), attend.memory.seen_later(attend.part)
             for own, found in zip((d_k, d_v), attend.memory.gradients(layer), strict=True):
-                own += found[slice(*attend.part)]
+                own[seen] += found[held]
         return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, None
 
 

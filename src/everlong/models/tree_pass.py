@@ -4,7 +4,7 @@ A part's queries need of earlier parts their keys and values alone. So a tree th
 parts are passed in order, each leaves its keys and values behind, and nothing else is held. Backward takes them in reverse order:
 a part is passed again, with its graph; what its queries find for the keys of earlier parts is added up where those lie, and goes
 on down once it is their turn (the boundary gradients of tree training, arXiv:2511.00413). It costs one more forward pass. Memory
-is one part's graph, and per token its keys and values of every layer, each with a gradient.
+is one part's graph, and keys and values of every layer, each with a gradient, of the tokens that a later part sees.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Cut:
 class _CutPass(torch.autograd.Function):
     @staticmethod
     def forward(ctx, cut: _Cut, *weights: Tensor) -> tuple[Tensor, ...]:
-        memory = KeyMemory(len(cut.forest.layout))
+        memory = KeyMemory(cut.forest.layout, cut.parts)
         rows, found = [], []
         for part in cut.parts:
             rows.append(cut.rows_of(part))
