@@ -143,7 +143,13 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, head_weight: Tensor, rows: _Rows, config: LlamaConfig, numerics: Numerics, chunk_tokens: int
+        ctx,
+        hidden: Tensor,
+        head_weight: Tensor,
+        rows: _Rows,
+        config: LlamaConfig,
+        numerics: Numerics,
+        chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
         logprobs = widened(hidden[:0]).new_empty(len(hidden))
         entropies = torch.empty_like(logprobs)

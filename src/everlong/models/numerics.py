@@ -109,6 +109,7 @@ def tiled_attention_with_mass(
         total = total * shrink + weights.sum(-1, keepdim=True)
         out = out * shrink + torch.bmm(weights, value)
         highest = new_highest
+
     def by_query(x: Tensor) -> Tensor:
         x = x.view(batch, tiles, groups, repeats, QUERY_TILE, -1).permute(0, 1, 4, 2, 3, 5)
         return x.reshape(batch, tiles * QUERY_TILE, heads, -1)[:, :num_queries]

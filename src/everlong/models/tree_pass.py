@@ -20,7 +20,7 @@ from everlong.contracts.records import MicroBatch
 from everlong.models.attention import KeyMemory, PassAttention
 from everlong.models.llama.model import Llama
 from everlong.models.numerics import widened
-from everlong.models.tree_layout import Run, TreeLayout, lay_out
+from everlong.models.tree_layout import Run, lay_out
 
 # T tokens of the trees, N of a part, R wanted rows, M model width
 
