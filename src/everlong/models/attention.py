@@ -317,7 +317,7 @@ def _kernel_backward(
     d_q, d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, q, k, v, out, mass, 0.0, is_causal, scale=scale
     )
-    return d_q.permute(2, 0, 1, 3).flatten(1, 2), *(x.sum(1).transpose(0, 1) for x in (d_k, d_v))  # ty: ignore
+    return d_q.permute(2, 0, 1, 3).flatten(1, 2), d_k.sum(1).transpose(0, 1), d_v.sum(1).transpose(0, 1)
 
 
 def _by_key_head(x_NHD: Tensor, groups: int) -> Tensor:

@@ -125,7 +125,7 @@ class _Rows:
     temperature_T: Tensor
     kept: tuple[Tensor, Tensor] | None
 
-    def slice(self, run: slice) -> _Rows:
+    def take(self, run: slice) -> _Rows:
         kept = self.kept
         if kept is not None:
             ids, offsets = kept
@@ -154,7 +154,7 @@ class _Chunks(torch.autograd.Function):
         logprobs = widened(hidden[:0]).new_empty(len(hidden))
         entropies = torch.empty_like(logprobs)
         for run in _runs(len(hidden), chunk_tokens):
-            own = rows.slice(run)
+            own = rows.take(run)
             logits = logits_of(hidden[run], head_weight, config, numerics)
             keep = own.keep_TV(logits.shape[-1])
             if keep is not None:
@@ -177,7 +177,7 @@ class _Chunks(torch.autograd.Function):
             d_weight = torch.zeros_like(head_weight, dtype=widened(head_weight[:0]).dtype)
         for run in _runs(len(hidden), ctx.chunk_tokens):
             d_hidden[run] = _chunk_backward(
-                gradients[0][run], hidden[run], head_weight, d_weight, ctx.rows.slice(run), ctx.config, ctx.numerics
+                gradients[0][run], hidden[run], head_weight, d_weight, ctx.rows.take(run), ctx.config, ctx.numerics
             )
         return d_hidden, None if d_weight is None else d_weight.to(head_weight.dtype), *(None,) * 4
 

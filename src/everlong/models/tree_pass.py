@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ def parts_of(num_tokens: int, limit: int) -> tuple[Run, ...]:
     """As few parts as the limit allows, of nearly one size."""
     count = -(-num_tokens // limit)
     ends = [num_tokens * index // count for index in range(count + 1)]
-    return tuple(zip(ends[:-1], ends[1:], strict=True))
+    return tuple(pairwise(ends))
 
 
 class _Forest:

@@ -42,7 +42,7 @@ def score_rows(
     """`full`: the untruncated logprobs too, which costs a second pass through the head. `weigh`: the expected score of the sampler
     too, with these weights, which costs a pass over the kept ids."""
     wants_full = full and rows.kept is not None
-    wants_expected = weigh is not None and rows.kept is not None
+    weigh = weigh if rows.kept is not None else None
 
     def read(hidden_NM: Tensor, places_N: np.ndarray) -> tuple[Tensor, ...]:
         own = rows.take(places_N)
@@ -50,7 +50,7 @@ def score_rows(
         found = token_logprobs(hidden_NM, *of_rows, own.kept, model.numerics, head_chunk_tokens)
         if wants_full:
             found += token_logprobs(hidden_NM, *of_rows, None, model.numerics, head_chunk_tokens)[:1]
-        if wants_expected:
+        if weigh is not None:
             found += (_expected(model, hidden_NM, own, weigh, head_chunk_tokens),)
         return found
 
@@ -60,7 +60,7 @@ def score_rows(
         logprobs_R,
         entropy_R.detach(),
         others.pop(0) if wants_full else logprobs_R,
-        others.pop(0) if wants_expected else None,
+        others.pop(0) if weigh is not None else None,
     )
 
 
