@@ -10,7 +10,7 @@ Memory is a child process's own, above what weights and inputs take.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 
 from everlong.cli.bench import Row
@@ -216,7 +216,7 @@ class LargeTree:
             batch_gradient(self._model, self._batch, self._objective, None, 128, Tally())
 
 
-def compacted(num_tokens: int, prompt: int = 300, turn: int = 120) -> Sequence[Shape]:
+def compacted(num_tokens: int, prompt: int = 300, turn: int = 120) -> tuple[Shape, ...]:
     """Turns of `turn` tokens, eight to a segment and two more where the last two are taken back; `num_tokens` in all."""
     turns: list[Shape] = []
     left = num_tokens - prompt
