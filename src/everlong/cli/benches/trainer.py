@@ -114,8 +114,8 @@ def tree_against_flat(name: str, shape: GroupShape, width: int = 384, repeats: i
     ]
 
 
-def packed(group: ScoredGroup) -> TrainBatch:
-    return pack_batch(0, [group], PackingConfig(micro_batch_tokens=PASS_TOKENS), EVERY_BRANCH, seed=0).train_batch
+def packed(group: ScoredGroup, pass_tokens: int = PASS_TOKENS) -> TrainBatch:
+    return pack_batch(0, [group], PackingConfig(micro_batch_tokens=pass_tokens), EVERY_BRANCH, seed=0).train_batch
 
 
 def flattened(group: ScoredGroup) -> TrainBatch:
@@ -183,11 +183,11 @@ class Gradients:
 # A tree larger than one pass -----------------------------------------------------------------------------------------
 
 
-def large_tree(num_tokens: int, bound_bytes: int = BOUND_BYTES) -> list[Row]:
+def large_tree(num_tokens: int, pass_tokens: int = PASS_TOKENS, bound_bytes: int = BOUND_BYTES) -> list[Row]:
     case, name = f"tree-{num_tokens // 1000}k", f"{__name__}:LargeTree"
-    small = run_apart(name, PASS_TOKENS)
-    large = run_apart(name, num_tokens)
-    ours, reference = (tokens / cost.seconds for tokens, cost in ((num_tokens, large), (PASS_TOKENS, small)))
+    small = run_apart(name, pass_tokens, pass_tokens)
+    large = run_apart(name, num_tokens, pass_tokens)
+    ours, reference = (tokens / cost.seconds for tokens, cost in ((num_tokens, large), (pass_tokens, small)))
     return [
         Row(case, "tokens_per_s", "1/s", ours, "one pass", reference, ours / reference),
         Row(case, "peak_memory", "bytes", large.peak_bytes, "bound", bound_bytes, bound_bytes / large.peak_bytes),
@@ -197,7 +197,7 @@ def large_tree(num_tokens: int, bound_bytes: int = BOUND_BYTES) -> list[Row]:
 class LargeTree:
     """An episode of segments behind one system prompt, as compactions leave them, each with a turn taken back."""
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, pass_tokens: int) -> None:
         from everlong.models.toy import build_toy
         from everlong.trainer.config import RatioConfig, SapoConfig
         from everlong.trainer.objective import Objective
@@ -206,7 +206,7 @@ class LargeTree:
         group = group_of(0, GroupShape(300, (compacted(num_tokens),)), vocab_size=260)
         self._model = build_toy(0)
         self._objective = Objective(SapoConfig(), RatioConfig())
-        self._batch = prepare_batch(packed(group), self._objective, self._model.config)
+        self._batch = prepare_batch(packed(group, pass_tokens), self._objective, self._model.config)
 
     def run(self) -> None:
         from everlong.trainer.step import batch_gradient, deterministic
