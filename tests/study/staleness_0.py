@@ -14,8 +14,9 @@ from everlong.contracts.records import MicroBatch
 from everlong.models.checkpoint import load_checkpoint
 from everlong.models.head import logits_of, processed_log_softmax
 from everlong.models.llama.model import Llama
+from everlong.models.tree_pass import read_states
 from everlong.trainer.replay import rows_of
-from everlong.trainer.scoring import hidden_states, score_micro_batch
+from everlong.trainer.scoring import score_micro_batch
 
 REQUIRED = 1e-3
 CHUNK = 128
@@ -58,7 +59,7 @@ def ratios_at_staleness_0(checkpoint: Path) -> Ratios:
 def log_kept_masses(model: Llama, micro_batch: MicroBatch) -> np.ndarray:
     """float64, of every trained token; 0 for one whose set is the whole vocabulary."""
     columns, rows = micro_batch.columns, rows_of(micro_batch, micro_batch.columns.trainable)
-    hidden_RM = hidden_states(model, micro_batch)[rows.predecessors_R]
+    (hidden_RM,) = read_states(model, (), micro_batch, rows.predecessors_R.numpy(), lambda hidden_NM, _: (hidden_NM,))
     logits_RV = logits_of(hidden_RM, model.head_weight, model.config, model.numerics)
     logprobs_RV = processed_log_softmax(logits_RV, rows.temperatures_R, None).double()
     kept = [torch.from_numpy(columns.kept.row(token).astype(np.int64)) for token in rows.tokens]

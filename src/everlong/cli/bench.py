@@ -33,7 +33,7 @@ class Row:
 
 
 def _benches() -> dict[str, tuple[str, Callable[..., list[Row]]]]:
-    from everlong.cli.benches import aligned, delta, engine, ledger, lora, losses, sandbox, step, weights
+    from everlong.cli.benches import aligned, delta, engine, ledger, lora, losses, sandbox, step, trainer, weights
 
     return {
         "aligned": ("aligned numerics against fast ones: a training step and decoding on the toy", aligned.measure),
@@ -50,6 +50,7 @@ def _benches() -> dict[str, tuple[str, Callable[..., list[Row]]]]:
             sandbox.measure,
         ),
         "step": ("one RL step against TRL's GRPO trainer, SmolLM2-135M", step.measure),
+        "trainer": ("the chunked head, trees against their branches, a tree larger than one pass", trainer.measure),
         "weights": ("delta size and time against shipping the whole weights", weights.measure),
     }
 

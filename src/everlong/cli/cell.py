@@ -126,7 +126,9 @@ class _Making:
     def trainer(self, lease: asyncio.Lock) -> Trainer:
         config = self.config
         if isinstance(config.model, ScriptedModel):
-            return _scripted_trainer(self.store, WeightPublisher(self.store, config.weights.anchor_every, config.weights.keep))
+            return _scripted_trainer(
+                self.store, WeightPublisher(self.store, config.weights.anchor_every, config.weights.keep)
+            )
         from everlong.trainer.ranks.leader import start_ranks
         from everlong.trainer.ranks.ranks import ALONE
 

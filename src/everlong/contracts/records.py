@@ -293,6 +293,8 @@ class MicroBatch(Record, frozen=True, kw_only=True, eq=False):
     columns: TokenColumns
     segments: tuple[Segment, ...]
     """They tile the columns without gap or overlap."""
+    pass_tokens: int | None = None
+    """Tokens that pass through a network at once: where there are more, they pass in parts, with the same gradients. None: all."""
 
     def positions(self) -> np.ndarray:
         """int32[T], the distance of each token from its root."""

@@ -38,6 +38,11 @@ class NumericsUnavailable(ValueError):
     """This machine cannot make aligned numerics bit for bit."""
 
 
+def widened(x: Tensor) -> Tensor:
+    """In float32, in which what must not be rounded is kept; what is float64 stays so."""
+    return x if x.dtype is torch.float64 else x.float()
+
+
 def linear(x: Tensor, weight: Tensor, numerics: Numerics) -> Tensor:
     """x[T, K] times weight[N, K] transposed. Aligned: in float32, and a row's bits depend on that row alone."""
     if numerics is Numerics.FAST:
@@ -68,6 +73,13 @@ def tiled_attention(q_BQHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, q_positions_
     A query's bits depend on its own keys alone: not on its place among the queries, on B, Q or S, nor on what stands
     behind position p. Differentiable. Returns [B, Q, H, D] in float32.
     """
+    return tiled_attention_with_mass(q_BQHD, k_BSGD, v_BSGD, q_positions_BQ, scale)[0]
+
+
+def tiled_attention_with_mass(
+    q_BQHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, q_positions_BQ: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The same, and of each query the logarithm of the sum of its exponentials, [B, Q, H]."""
     batch, num_queries, heads, width = q_BQHD.shape
     groups = k_BSGD.shape[2]
     repeats = heads // groups
@@ -97,8 +109,12 @@ def tiled_attention(q_BQHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, q_positions_
         total = total * shrink + weights.sum(-1, keepdim=True)
         out = out * shrink + torch.bmm(weights, value)
         highest = new_highest
-    out = (out / total).view(batch, tiles, groups, repeats, QUERY_TILE, width).permute(0, 1, 4, 2, 3, 5)
-    return out.reshape(batch, tiles * QUERY_TILE, heads, width)[:, :num_queries]
+
+    def by_query(x: Tensor) -> Tensor:
+        x = x.view(batch, tiles, groups, repeats, QUERY_TILE, -1).permute(0, 1, 4, 2, 3, 5)
+        return x.reshape(batch, tiles * QUERY_TILE, heads, -1)[:, :num_queries]
+
+    return by_query(out / total), by_query(highest + total.log())[..., 0]
 
 
 def causal_mask(q_positions_BQ: Tensor, num_keys: int, query_heads_per_key_head: int, dtype: torch.dtype) -> Tensor:

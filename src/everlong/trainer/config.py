@@ -24,6 +24,7 @@ from everlong.trainer.loss_config import (
     Reduction,
     ReinforceConfig,
     SapoConfig,
+    SharedPrefix,
     level_of,
 )
 from everlong.trainer.optimizer_config import AdamWConfig, AnyOptimizer, MuonConfig, OptimizerConfig
@@ -87,6 +88,10 @@ __all__ = [
 class TrainerConfig(Config):
     updates_per_batch: int = Field(1, ge=1)
     """Optimiser steps over the same batch."""
+    shared_prefix: SharedPrefix = "once"
+    """What a token counts that several branches of an episode share. once: it trains on the branch that first holds it, and is a
+    constant in the ratios of the others (arXiv:2609.33848). sum_over_leaves: it trains on each of them, as if every branch were
+    a row of its own (arXiv:2511.00413)."""
     head_chunk_tokens: int = Field(128, ge=1)
     """Rows of logits that exist at a time; fewer need less memory."""
     logit_projection: Literal["none", "mean", "exact_target"] = "none"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from everlong.contracts.records import MicroBatch
 from everlong.models.llama.model import Llama
+from everlong.models.numerics import widened
 from everlong.models.value_network import ValueNetwork
 from everlong.trainer.critic_config import BoundedHead, CriticConfig, critic_optimizer
 from everlong.trainer.gradient_sum import GradientSum
@@ -24,7 +25,6 @@ from everlong.trainer.optimizer_config import AnyOptimizer
 from everlong.trainer.preparation import PreparedBatch
 from everlong.trainer.ranks.ranks import ALONE, OwnedGradient, Ranks
 from everlong.trainer.replay import predecessors
-from everlong.trainer.scoring import hidden_states
 from everlong.trainer.tally import Tally
 
 PREFIX = "critic/"
@@ -71,7 +71,7 @@ class Critic:
     def score(self, micro_batch: MicroBatch) -> StateValues:
         self.begin()
         columns = micro_batch.columns
-        own = self.network.values(hidden_states(self.network.trunk, micro_batch)).numpy()
+        own = self.network.read(micro_batch, np.arange(len(columns))).numpy()
         previous = predecessors(micro_batch.segments, len(columns))
         asked = (columns.sampled | columns.trainable) & (previous >= 0)
         nothing = np.float32(np.nan)
@@ -150,12 +150,11 @@ def value_gradient(
         if not len(prepared.policy_P):
             gradients.push(index, None)
             continue
-        hidden_TM = hidden_states(network.trunk, prepared.micro_batch)
-        values_P = network.values(hidden_TM[prepared.rows.predecessors_R[prepared.policy_P]])
+        values_P = network.read(prepared.micro_batch, prepared.rows.predecessors_R[prepared.policy_P].numpy())
         terms_P = (values_P - prepared.returns_P).square() / 2
         parts = torch.autograd.grad(terms_P.sum(), list(weights.values()), allow_unused=True)
         pairs = zip(weights.values(), parts, strict=True)
-        gradients.push(index, [torch.zeros_like(w).float() if part is None else part.float() for w, part in pairs])
+        gradients.push(index, [widened(torch.zeros_like(w) if part is None else part) for w, part in pairs])
         own.append((float(terms_P.detach().double().sum()), values_P.detach()))
     present = [len(prepared.policy_P) > 0 for prepared in batch.micro_batches]
     gradient = ranks.sum(gradients, present, owners, [weight.shape for weight in weights.values()])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from everlong.models.llama.model import Llama
+from everlong.models.numerics import widened
 from everlong.trainer.gradient_sum import Gradient, GradientSum
 from everlong.trainer.objective import Objective, PolicyTokens, Reference, policy_terms
 from everlong.trainer.preparation import PreparedBatch, PreparedMicroBatch
@@ -17,7 +18,7 @@ from everlong.trainer.ranks.ranks import ALONE, OwnedGradient, Ranks
 from everlong.trainer.scoring import RowScores, score_rows
 from everlong.trainer.tally import Tally
 
-# R trained rows of a micro-batch; P of them the policy sampled, S are supervised
+# R trained rows of a micro-batch, P of them the policy sampled; S are imitated, O trained, each on every branch on which it counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +83,11 @@ def batch_gradient(
             )  # fmt: skip
         proximal = _start_of(scores, prepared)
         start = proximal if starts is None else starts[index]
-        terms_R = _terms(scores, start, prepared, objective, metrics, None if reference is None else reference[index])
-        total = (prepared.weights_R * terms_R).sum()
+        parts = _terms(scores, start, prepared, objective, metrics, None if reference is None else reference[index])
+        total = torch.stack([(weights * terms).sum() for weights, terms in parts]).sum()
         with tally.seconds("backward"):
             gradients.push(index, _gradient(total, model))
-        loss = float((prepared.weights_R.double() * terms_R.detach().double()).sum())
+        loss = sum(float((weights.double() * terms.detach().double()).sum()) for weights, terms in parts)
         metrics.mean("entropy", scores.entropy_R[prepared.policy_P])
         own[index] = _Computed(loss, proximal, metrics)
     with tally.seconds("exchange"):
@@ -111,7 +112,7 @@ def batch_gradient(
 
 
 def _gradient(total: Tensor, model: Llama) -> Gradient:
-    """Of what trains, in float32. Raises ValueError for an adapter that the network's forward leaves out: it would never learn."""
+    """Of what trains, in float32 (of float64 weights in float64). Raises ValueError for an adapter that the network's forward leaves out: it would never learn."""
     trained = model.trained_weights()
     if model.adapters is not None and not total.requires_grad:
         parts: Sequence[Tensor | None] = (None,) * len(trained)
@@ -124,7 +125,7 @@ def _gradient(total: Tensor, model: Llama) -> Gradient:
             "by its projections through `project`"
         )
     pairs = zip(trained.values(), parts, strict=True)
-    return [torch.zeros_like(weight).float() if part is None else part.float() for weight, part in pairs]
+    return [widened(torch.zeros_like(weight) if part is None else part) for weight, part in pairs]
 
 
 @torch.no_grad()
@@ -154,25 +155,40 @@ def _terms(
     objective: Objective,
     tally: Tally,
     reference_P: Tensor | None,
-) -> Tensor:
-    """Un-normalised loss per trained row: the objective where the policy sampled, else -logprob."""
-    imitated = -scores.logprobs_R[prepared.supervised_S]
-    tally.mean("loss/supervised", imitated)
-    terms_R = torch.zeros_like(scores.logprobs_R).index_put((prepared.supervised_S,), imitated)
+) -> list[tuple[Tensor, Tensor]]:
+    """Weights and un-normalised losses: -logprob of what is imitated, the objective of what the policy sampled."""
+    imitated_S = -scores.logprobs_R[prepared.supervised_S]
+    tally.mean("loss/supervised", imitated_S)
+    parts = [(prepared.weights_S, imitated_S)]
     if not len(prepared.policy_P):
-        return terms_R
-    tokens = PolicyTokens(
-        logprobs_P=scores.logprobs_R[prepared.policy_P],
-        proximal_P=start.proximal_P,
-        behaviour_P=prepared.behaviour_P,
-        credit_P=prepared.credit_P,
-        branches=prepared.branches,
-        expected_P=None if scores.expected_R is None else scores.expected_R[prepared.policy_P],
-        reference=None
-        if reference_P is None
-        else Reference(own_P=scores.full_R[prepared.policy_P], start_P=start.full_P, reference_P=reference_P),
+        return parts
+    tokens = _policy_tokens(scores, start, prepared, reference_P)
+    return [*parts, (prepared.on_branches.weights_O, policy_terms(tokens, objective, tally))]
+
+
+def _policy_tokens(
+    scores: RowScores, start: Start, prepared: PreparedMicroBatch, reference_P: Tensor | None
+) -> PolicyTokens:
+    on, policy = prepared.on_branches, prepared.policy_P
+    place = on.policy_F
+    logprobs = scores.logprobs_R[policy][place]
+    if on.own_O is not None:
+        constant = logprobs.detach()
+        logprobs = constant.index_put((on.own_O,), logprobs[on.own_O])
+    reference = None
+    if reference_P is not None:
+        own = scores.full_R[policy][place]
+        reference = Reference(own_P=own, start_P=start.full_P[place], reference_P=reference_P[place])
+    return PolicyTokens(
+        logprobs_P=logprobs,
+        proximal_P=start.proximal_P[place],
+        behaviour_P=prepared.behaviour_P[place],
+        credit_P=prepared.credit_P[place],
+        branches=on.branches,
+        reference=reference,
+        expected_P=None if scores.expected_R is None else scores.expected_R[policy][place],
+        own_O=on.own_O,
     )
-    return terms_R.index_put((prepared.policy_P,), policy_terms(tokens, objective, tally))
 
 
 @contextmanager

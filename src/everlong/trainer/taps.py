@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everlong.models.attention import TreeAttention
+from everlong.models.attention import PassAttention, TreeAttention
 from everlong.models.llama.model import Attend, Llama
 from everlong.trainer.gradient_clamp import HiddenGradientClamp
 
@@ -35,8 +35,8 @@ class Taps:
 
     def before_attention(self, layer: int, q_THD: Tensor, k_TGD: Tensor, attend: Attend) -> None:
         if self.logits is not None:
-            assert isinstance(attend, TreeAttention), "the trainer's passes go over trees"
-            self.logits.meet(layer, attend.highest_logits(q_THD.detach(), k_TGD.detach()))
+            assert isinstance(attend, PassAttention | TreeAttention), "the trainer's passes go over trees"
+            self.logits.meet(layer, attend.highest_logits(layer, q_THD.detach(), k_TGD.detach()))
 
     def after_layer(self, layer: int, hidden_TM: Tensor) -> Tensor:
         return hidden_TM if self.clamp is None else self.clamp(layer, hidden_TM)

@@ -228,6 +228,7 @@ CHANGES = {
     "critic.updates_per_batch": Change(5, GAE),
     "critic.pretrain_batches": Change(1, {**GAE, "schedule.num_batches": 2}),
     "trainer.updates_per_batch": Change(3),
+    "trainer.shared_prefix": Change("sum_over_leaves"),
     "trainer.head_chunk_tokens": Change(64),
     "trainer.logit_projection": Change("mean"),
     "trainer.checkpoint_keep": Change(5),

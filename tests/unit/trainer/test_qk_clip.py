@@ -63,7 +63,7 @@ def test_the_highest_logit_counts_every_key_that_a_query_sees_and_no_other():
     attention, watch = TreeAttention(SEGMENTS, 0.35, Numerics.FAST), HighestLogits(3, 4)
     expected = dense_highest(q, k, SEGMENTS, 0.35)
     for times in (1.0, 0.5):
-        watch.meet(1, attention.highest_logits(times * q, k))
+        watch.meet(1, attention.highest_logits(1, times * q, k))
         torch.testing.assert_close(watch.highest_LH[1], expected)
     assert watch.highest_LH[[0, 2]].eq(-torch.inf).all()
 

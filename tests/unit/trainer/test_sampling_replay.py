@@ -12,9 +12,9 @@ from tests.unit.trainer.tiny import SHAPE, tiny
 from everlong.contracts.tokens import KeptSets
 from everlong.models.head import logits_of, processed_log_softmax
 from everlong.models.numerics import Numerics
+from everlong.models.tree_pass import read_states
 from everlong.trainer.config import ReinforceConfig
 from everlong.trainer.losses import Tokens, surrogate
-from everlong.trainer.scoring import hidden_states
 
 ENGINE = [-0.641854, -1.152680, -1.845827]
 """Logprobs of (.5, .3, .15) out of (.5, .3, .15, .05) at top-p 0.9, which keeps the first three."""
@@ -63,9 +63,9 @@ def test_pushing_a_tail_token_away_lifts_the_likeliest_one():
 def log_kept_masses(model, micro_batch):
     """Of every trained token: log of what its kept set holds of the untruncated distribution."""
     columns = micro_batch.columns
-    hidden = hidden_states(model, micro_batch)
     tokens = np.flatnonzero(columns.trainable)
-    logits = logits_of(hidden[tokens - 1], model.head_weight, SHAPE, model.numerics)
+    (hidden,) = read_states(model, (), micro_batch, tokens - 1, lambda hidden_NM, _: (hidden_NM,))
+    logits = logits_of(hidden, model.head_weight, SHAPE, model.numerics)
     whole = processed_log_softmax(logits, torch.from_numpy(columns.temperatures[tokens]), None)
     rows = [torch.from_numpy(columns.kept.row(token).astype(np.int64)) for token in tokens]
     return [float(whole[place, row].logsumexp(0)) for place, row in enumerate(rows)]

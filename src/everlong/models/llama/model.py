@@ -14,7 +14,7 @@ from everlong.models.adapter_config import LoraConfig
 from everlong.models.llama.checkpoint_names import projection_name, weight_shapes
 from everlong.models.llama.config import LlamaConfig
 from everlong.models.llama.lora import Adapters, low_rank
-from everlong.models.numerics import Numerics, linear, silu
+from everlong.models.numerics import Numerics, linear, silu, widened
 
 # T tokens, M model width, H query heads, G key-value heads, D head width
 
@@ -40,7 +40,8 @@ class Tap(Protocol):
 
 
 class Llama(nn.Module):
-    """Weights are float32 or bfloat16; the residual stream is float32. Aligned numerics compute in float32."""
+    """Weights are float32 or bfloat16; the residual stream is float32. Aligned numerics compute in float32. With float64 weights,
+    which no run has, everything is float64: what is exact can be told from what is rounded."""
 
     _cos: Tensor
     _sin: Tensor
@@ -60,8 +61,9 @@ class Llama(nn.Module):
         angles = torch.arange(config.max_positions, dtype=torch.float64)[:, None] * config.rope_theta ** (
             -torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
         )
-        self.register_buffer("_cos", angles.cos().float(), persistent=False)
-        self.register_buffer("_sin", angles.sin().float(), persistent=False)
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        self.register_buffer("_cos", angles.cos().to(wide), persistent=False)
+        self.register_buffer("_sin", angles.sin().to(wide), persistent=False)
 
     def named_weights(self) -> dict[str, Tensor]:
         """The parameters under their names in a Hugging Face checkpoint, in a fixed order."""
@@ -145,7 +147,7 @@ class Llama(nn.Module):
     def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Hidden state [T, M] in float32 after the final norm."""
         weights = iter(self._weights)
-        hidden = F.embedding(ids_T, next(weights)).float()
+        hidden = widened(F.embedding(ids_T, next(weights)))
         rotation = self._cos[positions_T][:, None], self._sin[positions_T][:, None]
         for layer in range(self.config.num_layers):
             hidden = self._block(layer, hidden, rotation, attend, [next(weights) for _ in range(9)])
@@ -154,7 +156,7 @@ class Llama(nn.Module):
 
     def logits(self, hidden_TM: Tensor) -> Tensor:
         """float32 [T, padded_vocab_size]; rows that no token has are not hidden."""
-        return linear(hidden_TM, self.head_weight, self.numerics).float()
+        return widened(linear(hidden_TM, self.head_weight, self.numerics))
 
     def _block(
         self, layer: int, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend, weights: list[Tensor]
@@ -167,11 +169,11 @@ class Llama(nn.Module):
         if self.tap is not None:
             self.tap.before_attention(layer, q, k, attend)
         mixed = attend(layer, q, k, v)
-        hidden = hidden + self.project(layer, "o_proj", mixed.flatten(1), o_proj).float()
+        hidden = hidden + widened(self.project(layer, "o_proj", mixed.flatten(1), o_proj))
         x = self._norm(hidden, norm_mlp)
         gated = silu(self.project(layer, "gate_proj", x, gate_proj), self.numerics)
         gated = gated * self.project(layer, "up_proj", x, up_proj)
-        return hidden + self.project(layer, "down_proj", gated, down_proj).float()
+        return hidden + widened(self.project(layer, "down_proj", gated, down_proj))
 
     def project(self, layer: int, projection: str, x: Tensor, weight: Tensor) -> Tensor:
         """x[T, I] times the projection's weight, and what its adapter adds, [T, O]."""
@@ -182,10 +184,10 @@ class Llama(nn.Module):
         return product + low_rank(x, adapter, self.adapters.scale, self.numerics)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], weight.float(), self.config.rms_norm_eps)
+        return F.rms_norm(x, x.shape[-1:], widened(weight), self.config.rms_norm_eps)
 
 
 def _rotate(x_THD: Tensor, cos_T1: Tensor, sin_T1: Tensor) -> Tensor:
     """Rotary positions in the layout of Hugging Face checkpoints: first half against second half."""
-    first, second = x_THD.float().chunk(2, -1)
+    first, second = widened(x_THD).chunk(2, -1)
     return torch.cat([first * cos_T1 - second * sin_T1, second * cos_T1 + first * sin_T1], -1).to(x_THD.dtype)
