@@ -24,6 +24,7 @@ from everlong.trainer.loss_config import (
     level_of,
 )
 from everlong.trainer.optimizer_config import AdamWConfig, AnyOptimizer, MuonConfig, OptimizerConfig
+from everlong.trainer.replay_config import ReplayConfig, check_replay, check_routers
 from everlong.trainer.ratio_config import (
     AnyCorrection,
     CorrectionConfig,
@@ -68,6 +69,7 @@ __all__ = [
     "RatioConfig",
     "Reduction",
     "ReinforceConfig",
+    "ReplayConfig",
     "SapoConfig",
     "SequenceGeometric",
     "SequenceProduct",
@@ -75,6 +77,8 @@ __all__ = [
     "TokenTruncation",
     "TrainerConfig",
     "check_effective",
+    "check_replay",
+    "check_routers",
     "ignores_staleness",
     "level_of",
 ]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everlong.contracts.records import EpisodeShare, MicroBatch, TrainBatch
+from everlong.models.decisions import Replay
 from everlong.models.llama.config import LlamaConfig
 from everlong.trainer.branches import Branches
+from everlong.trainer.decided import replayed_rows
 from everlong.trainer.denominators import TokenOwners, weigh
 from everlong.trainer.objective import Objective
 from everlong.trainer.replay import (
@@ -42,6 +44,12 @@ class PreparedMicroBatch:
     """What a critic's values are pulled to; NaN where none learns."""
     branches: Branches
     """Of the rows that the policy sampled."""
+    replayed: Mapping[str, Tensor] = field(default_factory=dict)
+    """Decisions of the network that the pass takes from elsewhere, by name; none where it makes its own."""
+
+    def replay(self) -> Replay | None:
+        """For one pass."""
+        return Replay(self.replayed) if self.replayed else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +79,11 @@ class PreparedBatch:
         return Branches.join([micro_batch.branches for micro_batch in self.micro_batches])
 
 
-def prepare_batch(batch: TrainBatch, objective: Objective, model: LlamaConfig) -> PreparedBatch:
-    """Raises ValueError for a batch whose records or counts do not hold together, before anything is computed."""
+def prepare_batch(
+    batch: TrainBatch, objective: Objective, model: LlamaConfig, recorded: Collection[str] = ()
+) -> PreparedBatch:
+    """`recorded` decisions are replayed as the record has them. Raises ValueError for a batch whose records or counts do not hold
+    together, before anything is computed."""
     pieces = [_rows(index, micro_batch, model) for index, micro_batch in enumerate(batch.micro_batches)]
     owners = _join([owners for _, owners in pieces])
     _check_counts(batch, np.bincount(owners.episode_T, minlength=len(batch.episodes)))
@@ -81,8 +92,8 @@ def prepare_batch(batch: TrainBatch, objective: Objective, model: LlamaConfig) -
     ends = np.cumsum([len(rows) for rows, _ in pieces], dtype=np.int64)
     parts = np.split(weights, ends)[:-1]  # what lies behind the last end is empty
     prepared = tuple(
-        _prepare(micro_batch, *piece, part)
-        for micro_batch, piece, part in zip(batch.micro_batches, pieces, parts, strict=True)
+        _prepare(micro_batch, *piece, part, replayed_rows(index, micro_batch, model, recorded))
+        for index, (micro_batch, piece, part) in enumerate(zip(batch.micro_batches, pieces, parts, strict=True))
     )
     if objective.ratio.score_centring:
         _check_kept_logprobs(prepared)
@@ -107,7 +118,9 @@ def _rows(index: int, micro_batch: MicroBatch, model: LlamaConfig) -> tuple[Rows
     return rows, TokenOwners(owners[rows.tokens], branch_of_token(segments, num_tokens)[rows.tokens])
 
 
-def _prepare(micro_batch: MicroBatch, rows: Rows, owners: TokenOwners, weights: np.ndarray) -> PreparedMicroBatch:
+def _prepare(
+    micro_batch: MicroBatch, rows: Rows, owners: TokenOwners, weights: np.ndarray, replayed: Mapping[str, Tensor]
+) -> PreparedMicroBatch:
     columns, tokens = micro_batch.columns, rows.tokens
     sampled = columns.sampled[tokens]
     keys = np.stack([owners.episode_T, owners.branch_T], 1)[sampled]
@@ -122,6 +135,7 @@ def _prepare(micro_batch: MicroBatch, rows: Rows, owners: TokenOwners, weights: 
         credit_P=torch.from_numpy(columns.credit[tokens][sampled]),
         returns_P=torch.from_numpy(columns.returns[tokens][sampled]),
         branches=Branches(torch.from_numpy(index.reshape(-1)), len(branches)),
+        replayed=replayed,
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from everlong.contracts.records import MicroBatch
 from everlong.models.attention import TreeAttention
 from everlong.models.centring import Weigh, expected_scores
+from everlong.models.decisions import Decide
 from everlong.models.head import token_logprobs
 from everlong.models.llama.model import Llama
 from everlong.trainer.replay import Rows, rows_of
@@ -30,13 +31,13 @@ class RowScores:
     """What the sampler expected of the weighted score; None where nobody asked."""
 
 
-def hidden_states(model: Llama, micro_batch: MicroBatch) -> Tensor:
-    """float32 [T, M], of every token behind what stands before it on its path."""
+def hidden_states(model: Llama, micro_batch: MicroBatch, decide: Decide | None = None) -> Tensor:
+    """float32 [T, M], of every token behind what stands before it on its path. Without `decide` the network chooses for itself."""
     segments = [(segment.parent, segment.start, segment.length) for segment in micro_batch.segments]
     attend = TreeAttention(segments, model.config.head_dim**-0.5, model.numerics)
     ids = torch.from_numpy(micro_batch.columns.ids.astype(np.int64))
     positions = torch.from_numpy(micro_batch.positions().astype(np.int64))
-    return model(ids, positions, attend)
+    return model(ids, positions, attend) if decide is None else model(ids, positions, attend, decide)
 
 
 def score_rows(
@@ -47,10 +48,11 @@ def score_rows(
     *,
     full: bool = False,
     weigh: Weigh | None = None,
+    decide: Decide | None = None,
 ) -> RowScores:
     """`full`: the untruncated logprobs too, which costs a second pass through the head. `weigh`: the expected score of the sampler
     too, with these weights, which costs a pass over the kept ids."""
-    hidden_TM = hidden_states(model, micro_batch)
+    hidden_TM = hidden_states(model, micro_batch, decide)
     hidden_RM = hidden_TM[rows.predecessors_R]
 
     def logprobs(kept: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -72,11 +74,15 @@ def score_rows(
 
 
 @torch.no_grad()
-def score_micro_batch(model: Llama, micro_batch: MicroBatch, head_chunk_tokens: int) -> np.ndarray:
+def score_micro_batch(
+    model: Llama, micro_batch: MicroBatch, head_chunk_tokens: int, decide: Decide | None = None
+) -> np.ndarray:
     """float32[T]: logprob of every sampled or trainable token; NaN elsewhere and where nothing predicts the token."""
     columns = micro_batch.columns
     rows = rows_of(micro_batch, columns.sampled | columns.trainable)
     scores = np.full(len(columns), np.nan, np.float32)
     if len(rows):
-        scores[rows.tokens] = score_rows(model, micro_batch, rows, head_chunk_tokens).logprobs_R.numpy()
+        scores[rows.tokens] = score_rows(
+            model, micro_batch, rows, head_chunk_tokens, decide=decide
+        ).logprobs_R.numpy()
     return scores

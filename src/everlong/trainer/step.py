@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from everlong.models.decisions import Recorder
 from everlong.models.llama.model import Llama
 from everlong.trainer.gradient_sum import Gradient, GradientSum
 from everlong.trainer.objective import Objective, PolicyTokens, Reference, policy_terms
 from everlong.trainer.preparation import PreparedBatch, PreparedMicroBatch
-from everlong.trainer.scoring import RowScores, score_rows
+from everlong.trainer.scoring import RowScores, hidden_states, score_rows
 from everlong.trainer.tally import Tally
 
 # R trained rows of a micro-batch; P of them the policy sampled, S are supervised
@@ -60,11 +61,14 @@ def batch_gradient(
             gradients.push(index, None)
             own_starts.append(NOTHING)
             continue
+        replay = prepared.replay()
         with tally.seconds("forward"):
             scores = score_rows(
                 model, prepared.micro_batch, prepared.rows, head_chunk_tokens, full=objective.full_support,
-                weigh=objective.weigh,
+                weigh=objective.weigh, decide=replay,
             )  # fmt: skip
+        for name, share in ({} if replay is None else replay.shares()).items():
+            tally.mean(f"replay/{name}", share)
         own = _start_of(scores, prepared)
         start = own if starts is None else starts[index]
         terms_R = _terms(scores, start, prepared, objective, tally, None if reference is None else reference[index])
@@ -100,6 +104,18 @@ def _gradient(total: Tensor, model: Llama) -> Gradient:
 
 
 @torch.no_grad()
+def with_own_decisions(model: Llama, batch: PreparedBatch, names: Collection[str]) -> PreparedBatch:
+    """The batch such that what follows replays what the model's present weights decide."""
+
+    def decided(prepared: PreparedMicroBatch) -> PreparedMicroBatch:
+        recorder = Recorder()
+        hidden_states(model, prepared.micro_batch, recorder)
+        return replace(prepared, replayed={name: rows for name, rows in recorder.rows().items() if name in names})
+
+    return replace(batch, micro_batches=tuple(decided(p) if len(p.rows) else p for p in batch.micro_batches))
+
+
+@torch.no_grad()
 def reference_logprobs(
     model: Llama, batch: PreparedBatch, objective: Objective, head_chunk_tokens: int
 ) -> tuple[Tensor, ...]:
@@ -109,7 +125,10 @@ def reference_logprobs(
         if not len(prepared.policy_P):
             found.append(torch.zeros(0))
             continue
-        scores = score_rows(model, prepared.micro_batch, prepared.rows, head_chunk_tokens, full=objective.full_support)
+        scores = score_rows(
+            model, prepared.micro_batch, prepared.rows, head_chunk_tokens, full=objective.full_support,
+            decide=prepared.replay(),
+        )  # fmt: skip
         found.append(scores.full_R[prepared.policy_P])
     return tuple(found)
 

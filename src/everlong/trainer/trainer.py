@@ -17,6 +17,7 @@ import torch
 from everlong.contracts.ports import ObjectStore
 from everlong.contracts.records import (
     EngineMismatch,
+    MicroBatch,
     PublishedVersion,
     Reconciled,
     ScoredColumns,
@@ -26,6 +27,7 @@ from everlong.contracts.records import (
     TrainReport,
 )
 from everlong.models.checkpoint import save_checkpoint
+from everlong.models.decisions import Replay
 from everlong.models.llama.model import Llama
 from everlong.models.numerics import Numerics
 from everlong.trainer.checkpoint import CheckpointManifest, CheckpointStore
@@ -42,14 +44,16 @@ from everlong.trainer.config import (
 from everlong.trainer.corrections import mismatch_by_engine, mismatch_metrics
 from everlong.trainer.critic import PREFIX, Critic
 from everlong.trainer.critic_config import CriticConfig
+from everlong.trainer.decided import replayed_rows
 from everlong.trainer.kl_config import WITHOUT_KL
 from everlong.trainer.objective import Objective
 from everlong.trainer.optimizer import MasterOptimizer, learning_rate
 from everlong.trainer.preparation import PreparedBatch, PreparedMicroBatch, prepare_batch
 from everlong.trainer.reference import ReferencePolicy
 from everlong.trainer.replay import check_micro_batch
+from everlong.trainer.replay_config import WITHOUT_REPLAY, ReplayConfig, check_replay, check_routers
 from everlong.trainer.scoring import score_micro_batch
-from everlong.trainer.step import BatchGradient, batch_gradient, deterministic, reference_logprobs
+from everlong.trainer.step import BatchGradient, batch_gradient, deterministic, reference_logprobs, with_own_decisions
 from everlong.trainer.tally import Tally
 from everlong.weights import RawTensor, WeightPublisher, WeightReader, WeightSet, fingerprint
 
@@ -74,21 +78,25 @@ class PolicyTrainer:
         lease: asyncio.Lock,
         kl: AnyKl = WITHOUT_KL,
         critic: CriticConfig | None = None,
+        replay: ReplayConfig = WITHOUT_REPLAY,
         companions: Mapping[str, bytes] | None = None,
     ) -> None:
         """`seed` is the run's: a checkpoint of a run with another one is refused. `lease` is shared with the engine. `critic`:
         where credit is made of values; then every batch that a policy sampled must bring returns.
         `companions` lie beside the weights in what is exported, by name: the tokenizer and its settings.
 
-        Takes over the model. Raises ValueError where the loss could not change the gradient.
+        Takes over the model. Raises ValueError where the loss could not change the gradient, and for a replay of what the model
+        does not decide.
         """
         check_effective(loss, ratio, config.updates_per_batch, kl)
+        check_replay(replay, config.updates_per_batch, kl)
+        check_routers(replay, model.config.decisions, "the network")
         if numerics is not model.numerics:
             raise ValueError(
                 f"the model was built with numerics {model.numerics}, the trainer was asked for {numerics}"
             )
         self._model, self._config, self._optimizer_config = model, config, optimizer
-        self._objective = Objective(loss, ratio, kl)
+        self._objective, self._replay = Objective(loss, ratio, kl), replay
         self._reference = None if isinstance(kl, NoKl) else ReferencePolicy(model, store)
         # a copy, so that a run without checkpoint can start anew in a trainer that has trained
         self._initial = {name: weight.detach().clone() for name, weight in model.trained_weights().items()}
@@ -149,7 +157,7 @@ class PolicyTrainer:
             raise ValueError(
                 f"expected batch {self._num_batches}, got batch {batch.batch}: batches train once each and in order"
             )
-        prepared = prepare_batch(batch, self._objective, self._model.config)
+        prepared = prepare_batch(batch, self._objective, self._model.config, self._recorded)
         self._refuse_unweighed(prepared)
         self._refuse_untaught(prepared)
         tally = Tally()
@@ -181,6 +189,9 @@ class PolicyTrainer:
         """The optimiser's steps; returns what was measured of each engine of a pool before the first."""
         first: BatchGradient | None = None
         supervised = not any(len(micro_batch.policy_P) for micro_batch in batch.micro_batches)
+        if self._replay.routes == "recompute" and not supervised:
+            with tally.seconds("routes"), deterministic():
+                batch = with_own_decisions(self._model, batch, self._replay.names(self._model.config.decisions))
         reference = None if supervised else self._ask_reference(batch, tally)
         rate = learning_rate(self._optimizer_config, self._num_batches, supervised=supervised)
         for _ in range(num_updates):
@@ -205,6 +216,11 @@ class PolicyTrainer:
         engines = np.concatenate([numbers_of(micro_batch) for micro_batch in batch.micro_batches])
         began = np.concatenate([versions_at_begin(micro_batch) for micro_batch in batch.micro_batches])
         return mismatch_by_engine(mismatch, engines, self._num_batches - began)
+
+    @property
+    def _recorded(self) -> tuple[str, ...]:
+        """Decisions that are replayed as their record has them."""
+        return self._replay.recorded(self._model.config.decisions)
 
     def _ask_reference(self, batch: PreparedBatch, tally: Tally) -> tuple[torch.Tensor, ...] | None:
         if self._reference is None:
@@ -239,7 +255,10 @@ class PolicyTrainer:
         wanted, logprobs, values = request.wanted, None, None
         if "logprobs" in wanted:
             chunk = self._config.head_chunk_tokens
-            logprobs = tuple(score_micro_batch(self._model, part, chunk) for part in request.micro_batches)
+            logprobs = tuple(
+                score_micro_batch(self._model, part, chunk, self._replay_of(index, part))
+                for index, part in enumerate(request.micro_batches)
+            )
         if "values" in wanted and self._critic is not None:
             values = [self._critic.score(micro_batch) for micro_batch in request.micro_batches]
         return ScoredColumns(
@@ -248,6 +267,10 @@ class PolicyTrainer:
             values_after=None if values is None else tuple(part.after for part in values),
             policy_version=self._num_batches,
         )
+
+    def _replay_of(self, index: int, micro_batch: MicroBatch) -> Replay | None:
+        rows = replayed_rows(index, micro_batch, self._model.config, self._recorded)
+        return Replay(rows) if rows else None
 
     def _save(self) -> TrainerStatus:
         status = self._status()
