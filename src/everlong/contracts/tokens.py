@@ -96,6 +96,10 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
         ids = np.concatenate([part.ids for part in parts])
         return KeptSets(ids=ids, offsets=np.concatenate(offsets), logprobs=logprobs)
 
+    @property
+    def size_bytes(self) -> int:
+        return self.ids.nbytes + self.offsets.nbytes + (0 if self.logprobs is None else self.logprobs.nbytes)
+
     def without_logprobs(self) -> KeptSets:
         return KeptSets(ids=self.ids, offsets=self.offsets)
 
