@@ -70,7 +70,7 @@ def test_weights_are_of_the_present_logits_at_the_chosen_experts(logits, chosen,
     weights = gate_weights(logits, torch.tensor([chosen]), config, Numerics.FAST)
     assert weights[0].tolist() == pytest.approx(expected, abs=1e-6)
     (gradient,) = torch.autograd.grad(weights[0, 0], logits)
-    assert gradient[0, chosen[0]] > 0.05, "the router of a recorded choice learns"
+    assert gradient[0, chosen[0]] > 0.01, "the router of a recorded choice learns"
     if normalised or router == "sigmoid":
         others = [expert for expert in range(logits.shape[1]) if expert not in chosen]
         assert (gradient[0, others] == 0).all()
