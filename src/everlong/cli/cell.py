@@ -19,7 +19,15 @@ from everlong.contracts.ports import Engine, ObjectStore, Trainer
 from everlong.contracts.records import GenerateRequest
 from everlong.engines.config import EmbeddedConfig, PoolConfig, VllmConfig
 from everlong.models.adapter_config import LoraConfig
-from everlong.models.config import FolderModel, HubModel, ModelConfig, ScriptedModel, Smollm2Model, ToyModel, ToyMoeModel
+from everlong.models.config import (
+    FolderModel,
+    HubModel,
+    ModelConfig,
+    ScriptedModel,
+    Smollm2Model,
+    ToyModel,
+    ToyMoeModel,
+)
 from everlong.models.moe.config import MoeConfig
 from everlong.models.source import ModelSource, find_model
 from everlong.orchestrator.cells.worker import Cell

@@ -76,7 +76,9 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True):
         names = {name: rows for part in parts for name, rows in part.rows.items()}
         return Decisions(
             num_tokens=sum(map(len, parts)),
-            rows={name: np.concatenate([_rows_like(part, name, like) for part in parts]) for name, like in names.items()},
+            rows={
+                name: np.concatenate([_rows_like(part, name, like) for part in parts]) for name, like in names.items()
+            },
         )
 
     @property

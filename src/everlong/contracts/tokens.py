@@ -237,9 +237,7 @@ class TokenColumns:
         start, stop, _ = slice(start, stop).indices(len(self))
         stop = max(start, stop)
         columns = {name: getattr(self, name)[start:stop] for name in STREAMS}
-        return TokenColumns(
-            kept=self.kept.slice(start, stop), decisions=self.decisions.slice(start, stop), **columns
-        )
+        return TokenColumns(kept=self.kept.slice(start, stop), decisions=self.decisions.slice(start, stop), **columns)
 
     def __add__(self, other: TokenColumns) -> TokenColumns:
         return TokenColumns.join([self, other])

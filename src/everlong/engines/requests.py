@@ -10,9 +10,7 @@ from everlong.contracts.records import GenerateRequest, SamplingParams
 from everlong.contracts.tokens import NO_VERSION
 
 
-def check_request(
-    request: GenerateRequest, *, vocab_size: int, context: int, decisions: Collection[str] = ()
-) -> int:
+def check_request(request: GenerateRequest, *, vocab_size: int, context: int, decisions: Collection[str] = ()) -> int:
     """Tokens the request may sample: `max_tokens`, less where the context has less room. `decisions` are those that the engine
     can record. Raises ValueError."""
     ids, num_prompt = request.prompt_ids, len(request.prompt_ids)

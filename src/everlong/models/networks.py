@@ -13,9 +13,7 @@ from everlong.models.moe.packed import PackedMoe
 from everlong.models.numerics import Numerics
 
 
-def empty_network(
-    shape: LlamaConfig, dtype: torch.dtype = torch.float32, numerics: Numerics = Numerics.FAST
-) -> Llama:
+def empty_network(shape: LlamaConfig, dtype: torch.dtype = torch.float32, numerics: Numerics = Numerics.FAST) -> Llama:
     """With all weights 0."""
     family = MoeLlama if isinstance(shape, MoeConfig) else Llama
     return family(shape, dtype=dtype, numerics=numerics)

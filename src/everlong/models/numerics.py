@@ -208,7 +208,7 @@ def _test_rows(rows: Tensor) -> None:
 
 def _test_router(logits: Tensor) -> None:
     for name, function in (
-        ("choice of experts", lambda x: x.sort(-1, descending=True, stable=True).indices),
+        ("choice of experts", lambda x: x.sort(dim=-1, descending=True, stable=True).indices),
         ("softmax over experts", lambda x: x.softmax(-1)),
         ("softmax over two experts", lambda x: x[:, :2].softmax(-1)),
         ("sigmoid of experts", lambda x: steady(torch.sigmoid, x[:, :2])),

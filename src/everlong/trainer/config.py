@@ -24,7 +24,6 @@ from everlong.trainer.loss_config import (
     level_of,
 )
 from everlong.trainer.optimizer_config import AdamWConfig, AnyOptimizer, MuonConfig, OptimizerConfig
-from everlong.trainer.replay_config import ReplayConfig, check_replay, check_routers
 from everlong.trainer.ratio_config import (
     AnyCorrection,
     CorrectionConfig,
@@ -37,6 +36,7 @@ from everlong.trainer.ratio_config import (
     TokenMask,
     TokenTruncation,
 )
+from everlong.trainer.replay_config import ReplayConfig, check_replay, check_routers
 
 __all__ = [
     "AdamWConfig",

@@ -82,7 +82,5 @@ def score_micro_batch(
     rows = rows_of(micro_batch, columns.sampled | columns.trainable)
     scores = np.full(len(columns), np.nan, np.float32)
     if len(rows):
-        scores[rows.tokens] = score_rows(
-            model, micro_batch, rows, head_chunk_tokens, decide=decide
-        ).logprobs_R.numpy()
+        scores[rows.tokens] = score_rows(model, micro_batch, rows, head_chunk_tokens, decide=decide).logprobs_R.numpy()
     return scores

@@ -77,9 +77,7 @@ def test_any_joining_and_cutting_keeps_each_row_at_its_token(parts, start, stop)
 
 def test_a_reply_carries_them_over_the_wire():
     sampled = TokenColumns.sampled_tokens([5, 6, 7], [-1.0] * 3, version=0, decisions=decided())
-    reply = GenerateReply(
-        request_id="a", columns=sampled, context=decided(ROWS[:2]), finish_reason=FinishReason.STOP
-    )
+    reply = GenerateReply(request_id="a", columns=sampled, context=decided(ROWS[:2]), finish_reason=FinishReason.STOP)
     again = decode_record(encode_record(reply), GenerateReply)
     assert again.columns == sampled
     assert again.context.rows["experts"].tolist() == ROWS[:2].tolist()

@@ -141,7 +141,9 @@ async def test_a_prefix_that_went_through_no_network_again_has_its_rows(reader):
     await engine.close()
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
     assert second.columns == first.columns
-    assert all(np.array_equal(rows, rows_of(first).rows[name], equal_nan=True) for name, rows in rows_of(second).rows.items())
+    assert all(
+        np.array_equal(rows, rows_of(first).rows[name], equal_nan=True) for name, rows in rows_of(second).rows.items()
+    )
     assert_is_the_trainers(ask(), second)
 
 

@@ -209,7 +209,9 @@ def test_a_token_s_bits_depend_on_no_neighbour_in_aligned_numerics(router):
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
 def test_packed_for_sampling_it_computes_the_same(router, dtype):
     model = empty_network(shape_of(router), dtype)
-    model.load_weights({name: weight.detach().to(dtype) for name, weight in small(router=router).named_weights().items()})
+    model.load_weights(
+        {name: weight.detach().to(dtype) for name, weight in small(router=router).named_weights().items()}
+    )
     packed, recorder = packed_network(model), Recorder()
     packed.pack()
     with torch.no_grad():

@@ -26,7 +26,9 @@ def deciding(ids, *, context_lacks=0, answer_lacks=0, blank=()):
         context = rows_at(range(request.num_known, end - context_lacks))
         sampled = rows_at(range(end, end + len(ids)))
         for position in blank:
-            (context if position < end else sampled).rows[NAME][position - (request.num_known if position < end else end)] = 255
+            (context if position < end else sampled).rows[NAME][
+                position - (request.num_known if position < end else end)
+            ] = 255
         if answer_lacks:
             sampled = Decisions(num_tokens=len(ids))
         return msgspec.structs.replace(plain, columns=plain.columns.replace(decisions=sampled), context=context)
@@ -45,8 +47,8 @@ async def test_rows_of_earlier_turns_and_of_the_reply_are_one_for_every_token():
     second = await session.chat(more)
     await session.chat([*more, second.message, Message(role="user", content="y")])
     engine = session._engine
-    assert [request.num_known for request in engine.requests] == [0, 4, 7]
-    assert [len(request.prompt_ids) for request in engine.requests] == [2, 6, 8]
+    assert [request.num_known for request in engine.requests] == [0, 4, 6]
+    assert [len(request.prompt_ids) for request in engine.requests] == [2, 5, 7]
     columns = session._conversation.tree.columns(session.turns[-1])
     assert columns.decisions.rows[NAME][:, 0, 0].tolist() == [255, *range(len(columns) - 1)]
 
@@ -81,7 +83,9 @@ async def test_a_reply_with_rows_missing_is_refused_and_its_tokens_are_counted(l
 async def test_a_reply_whose_rows_are_out_of_step_is_refused():
     def forged(request):
         honest = deciding([5, 6])(request)
-        return msgspec.structs.replace(honest, context=Decisions(num_tokens=2, rows={NAME: np.zeros((3, 2, 1), np.uint8)}))
+        return msgspec.structs.replace(
+            honest, context=Decisions(num_tokens=2, rows={NAME: np.zeros((3, 2, 1), np.uint8)})
+        )
 
     with pytest.raises(EngineError, match=r"rows of shape \[3, 2, 1\] for 2 tokens"):
         await session_of(forged).chat([user("pr")])

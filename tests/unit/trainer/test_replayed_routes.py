@@ -31,6 +31,7 @@ from everlong.trainer.kl_config import WITHOUT_KL
 from everlong.trainer.objective import Objective
 from everlong.trainer.preparation import prepare_batch
 from everlong.trainer.replay import predecessors
+from everlong.trainer.replay_config import WITHOUT_REPLAY
 from everlong.trainer.scoring import hidden_states, score_micro_batch
 from everlong.trainer.step import batch_gradient, with_own_decisions
 from everlong.trainer.tally import Tally
@@ -50,7 +51,9 @@ def micro_batch_of(decisions=None, logprobs=None, *, version=0):
         branch = int(number == 3)
         segments.append(Segment(parent=parent, start=at, length=length, episode=episode, branch=branch))
         at += length
-    sampled = TokenColumns.sampled_tokens(IDS[3:], np.full(11, -1.5, np.float32) if logprobs is None else logprobs, version=version)
+    sampled = TokenColumns.sampled_tokens(
+        IDS[3:], np.full(11, -1.5, np.float32) if logprobs is None else logprobs, version=version
+    )
     credit = np.float32([0.8] * 7 + [-1.1] * 4)
     columns = TokenColumns.context(IDS[:3]) + sampled.replace(credit=credit)
     if decisions is not None:
@@ -90,7 +93,7 @@ def decided_by(model):
     return {EXPERTS: rows[EXPERTS].numpy().astype(np.uint8), EXPERT_WEIGHTS: rows[EXPERT_WEIGHTS].numpy()}
 
 
-def trainer_of(model, replay=ReplayConfig(), *, loss=None, updates=1, ratio=None, kl=WITHOUT_KL, critic=None):
+def trainer_of(model, replay=WITHOUT_REPLAY, *, loss=None, updates=1, ratio=None, kl=WITHOUT_KL, critic=None):
     store = open_store("memory://")
     return PolicyTrainer(
         model, config=TrainerConfig(updates_per_batch=updates), loss=loss or GrpoConfig(), ratio=ratio or RatioConfig(),
@@ -113,7 +116,10 @@ def test_a_row_goes_back_to_the_token_that_it_was_computed_for():
 
 def test_where_branches_say_otherwise_the_first_settles_it():
     decisions = recorded(experts=random_routes())
-    decisions.rows[EXPERTS][8] = [[0, 1], [0, 1]]  # the second branch's first token, which token 4 predicts as it does 5
+    decisions.rows[EXPERTS][8] = [
+        [0, 1],
+        [0, 1],
+    ]  # the second branch's first token, which token 4 predicts as it does 5
     decisions.rows[EXPERTS][5] = [[3, 2], [3, 2]]
     rows = replayed_rows(0, micro_batch_of(decisions), SHAPE, (EXPERTS,))[EXPERTS]
     assert rows[4].tolist() == [[3, 2], [3, 2]]
@@ -162,7 +168,10 @@ def wide(rows):
         (half, "experts of token 6 of micro-batch 3 are"),
         (beyond, "experts of token 6 of micro-batch 3 are .* different ones below 4"),
         (twice, "experts of token 6 of micro-batch 3 are"),
-        (narrow, r"uint8\[2, 1\] per token, and the model has uint8\[2, 2\]: the episode was sampled with another model"),
+        (
+            narrow,
+            r"uint8\[2, 1\] per token, and the model has uint8\[2, 2\]: the episode was sampled with another model",
+        ),
         (wide, r"uint16\[2, 2\] per token"),
         (dict.clear, "sampled token 3 of micro-batch 3 has no experts on record, and 10 more"),
     ],
@@ -293,10 +302,12 @@ def test_the_gradient_is_that_of_an_independent_float64_reference(replay):
                 total = total + grpo_term(logprob, columns, token)
                 trained.add(token)
     expected = torch.autograd.grad(total / 11, list(weights.values()), allow_unused=True)
-    assert got.loss == pytest.approx(float(total) / 11, rel=1e-5)
+    assert got.loss == pytest.approx(float(total.detach()) / 11, rel=1e-5)
     for (name, weight), mine, theirs in zip(weights.items(), got.gradient, expected, strict=True):
         theirs = torch.zeros_like(weight) if theirs is None else theirs
-        torch.testing.assert_close(mine.double(), theirs, rtol=2e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            mine.double(), theirs, rtol=2e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
     routers = [part for name, part in zip(weights, got.gradient, strict=True) if name.endswith("gate.weight")]
     assert len(routers) == 2 and all(part.abs().max() > 1e-4 for part in routers), "routers learn"
 
@@ -358,7 +369,9 @@ async def test_a_critic_routes_by_itself():
 
 @pytest.mark.parametrize("routes", ["rollout", "recompute"])
 def test_a_model_without_routers_has_no_routes_to_replay(routes):
-    with pytest.raises(ValueError, match=f"replay.routes={routes} needs a model with routers, and the network has none"):
+    with pytest.raises(
+        ValueError, match=f"replay.routes={routes} needs a model with routers, and the network has none"
+    ):
         trainer_of(tiny(), ReplayConfig(routes=routes), updates=2)
 
 

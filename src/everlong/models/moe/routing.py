@@ -39,7 +39,7 @@ def route(
 
 def choose(logits_TE: Tensor, count: int) -> Tensor:
     """int64 [T, K], the highest first; of equal ones the lower number, on every machine."""
-    return logits_TE.sort(-1, descending=True, stable=True).indices[:, :count]
+    return logits_TE.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def gate_weights(logits_TE: Tensor, chosen_TK: Tensor, config: MoeConfig, numerics: Numerics) -> Tensor:
