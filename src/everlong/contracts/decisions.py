@@ -61,7 +61,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True):
         rows = self.rows.get(name)
         if rows is None:
             return np.zeros(self.num_tokens, bool)
-        return ~_is_absent(rows).all((1, 2))
+        return np.asarray((~_is_absent(rows)).any((1, 2)))
 
     def only(self, names: Collection[str]) -> Decisions:
         return Decisions(num_tokens=self.num_tokens, rows={n: rows for n, rows in self.rows.items() if n in names})

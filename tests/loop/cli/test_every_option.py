@@ -69,6 +69,8 @@ KL = {"kl.type": "loss"}
 GVISOR = {"sandbox.type": "gvisor"}
 MUON = {"optimizer.type": "muon"}
 LORA = {"adapter.type": "lora"}
+MOE = {"model.type": "toy-moe"}
+REPLAY = {**MOE, "replay.routes": "rollout"}
 PARTIAL = {"schedule.type": "partial"}
 ASYNC = {"schedule.type": "async"}
 
@@ -90,6 +92,8 @@ CHANGES = {
     "model.type": Change("scripted"),
     "model.seed": Change(3),
     "model.dtype": Change("bfloat16"),
+    "model.router": Change("sigmoid", MOE),
+    "model.normalised": Change(False, MOE),
     "adapter.type": Change("lora"),
     "adapter.rank": Change(3, LORA),
     "adapter.alpha": Change(7.0, LORA),
@@ -200,6 +204,8 @@ CHANGES = {
     "ratio.correction.outside": Change("mask", PRODUCT),
     "ratio.off_policy_drop": Change(0.5),
     "ratio.score_centring": Change(True, CENTRED),
+    "replay.routes": Change("rollout", MOE),
+    "replay.weights": Change("recorded", REPLAY),
     "kl.type": Change("reward"),
     "kl.estimator": Change("k2", KL),
     "kl.coefficient": Change(0.5, KL),
@@ -407,7 +413,13 @@ def recorded_reads() -> Iterator[set[tuple[str, str]]]:
 
 def _validates(frame: types.FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_name in ("model_validate", "check_effective", "refuse_ineffective"):
+        if frame.f_code.co_name in (
+            "model_validate",
+            "check_effective",
+            "check_replay",
+            "check_routers",
+            "refuse_ineffective",
+        ):
             return True
         frame = frame.f_back
     return False
@@ -465,6 +477,8 @@ TRAINED = {
         {**CENTRED, "ratio.score_centring": True},
         {**BOUNDED, **COMPARES_NOTHING, "loss.type": "ppo", "credit.decay.type": "length"},
         {**GAE, **COMPARES_NOTHING, **SOFT, "credit.truncated": "reward"},
+        {**REPLAY, "replay.weights": "recorded"},
+        {**MOE, **PROXIMAL, "replay.routes": "recompute"},
     ),
     "scripted": (),
 }
@@ -593,6 +607,10 @@ def test_every_option_changes_what_is_built_or_is_refused_by_name(
         ({**GAE, "credit.truncated": "reward", "admission.overlong": "mask"}, "credit.truncated"),
         ({**GAE, "credit.boundary": "discount"}, "credit.boundary"),
         ({**GAE, "model.type": "scripted"}, "credit.type=gae"),
+        ({"replay.weights": "recorded"}, "replay.weights"),
+        ({**MOE, "replay.weights": "recorded"}, "replay.weights"),
+        ({**MOE, "replay.routes": "recompute"}, "replay.routes=recompute"),
+        ({"model.type": "scripted", "replay.routes": "rollout"}, "replay"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -627,6 +645,9 @@ def test_an_option_without_effect_beside_others_is_refused(change: dict[str, Any
         ({"weights.store": "memory://"}, "does not outlive it"),
         ({**LORA, **MUON}, "adapter.type=lora there are only its two factors"),
         ({**LORA, **VLLM}, "with adapter.type=lora a version holds adapters alone"),
+        ({**MOE, **LORA}, "adapter.targets name gate_proj, up_proj, down_proj, .* once per expert"),
+        ({**MOE, **VLLM}, "model.type=toy-moe has experts, whose weights an engine of type vllm does not take"),
+        ({"replay.routes": "rollout"}, "replay.routes=rollout needs a model with routers, and model.type=toy has none"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
