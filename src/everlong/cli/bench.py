@@ -33,13 +33,17 @@ class Row:
 
 
 def _benches() -> dict[str, tuple[str, Callable[..., list[Row]]]]:
-    from everlong.cli.benches import aligned, engine, ledger, lora, sandbox, step, weights
+    from everlong.cli.benches import aligned, engine, ledger, lora, routes, sandbox, step, weights
 
     return {
         "aligned": ("aligned numerics against fast ones: a training step and decoding on the toy", aligned.measure),
         "engine": ("the embedded engine against Hugging Face generate, SmolLM2-135M", engine.measure),
         "ledger": ("group commit against one commit per fact", ledger.measure),
         "lora": ("one RL step and one version through adapters against every weight, SmolLM2-135M", lora.measure),
+        "routes": (
+            "replayed routes against the trainer's own, and what they cost, on the toy with experts",
+            routes.measure,
+        ),
         "sandbox": (
             "sandboxes: start, command, pause, snapshot, fork and rollback per backend, and over-commit",
             sandbox.measure,

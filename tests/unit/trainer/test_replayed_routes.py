@@ -11,6 +11,7 @@ from tests.unit.trainer.tiny import moe_shape, tiny, tiny_moe
 from everlong.contracts.decisions import Decisions
 from everlong.contracts.records import EpisodeShare, MicroBatch, ScoreRequest, Segment, TrainBatch
 from everlong.contracts.tokens import TokenColumns
+from everlong.models.adapter_config import LoraConfig
 from everlong.models.decisions import Recorder
 from everlong.models.moe.config import EXPERT_WEIGHTS, EXPERTS
 from everlong.models.numerics import Numerics
@@ -19,10 +20,13 @@ from everlong.trainer.config import (
     AdamWConfig,
     CriticConfig,
     GrpoConfig,
+    GspoTokenConfig,
     KlLoss,
+    MuonConfig,
     RatioConfig,
     ReinforceConfig,
     ReplayConfig,
+    SapoConfig,
     TrainerConfig,
     check_replay,
 )
@@ -93,11 +97,13 @@ def decided_by(model):
     return {EXPERTS: rows[EXPERTS].numpy().astype(np.uint8), EXPERT_WEIGHTS: rows[EXPERT_WEIGHTS].numpy()}
 
 
-def trainer_of(model, replay=WITHOUT_REPLAY, *, loss=None, updates=1, ratio=None, kl=WITHOUT_KL, critic=None):
+def trainer_of(
+    model, replay=WITHOUT_REPLAY, *, loss=None, updates=1, ratio=None, kl=WITHOUT_KL, critic=None, optimizer=None
+):
     store = open_store("memory://")
     return PolicyTrainer(
         model, config=TrainerConfig(updates_per_batch=updates), loss=loss or GrpoConfig(), ratio=ratio or RatioConfig(),
-        optimizer=AdamWConfig(learning_rate=1e-2), numerics=model.numerics, store=store, kl=kl, critic=critic, replay=replay,
+        optimizer=optimizer or AdamWConfig(learning_rate=1e-2), numerics=model.numerics, store=store, kl=kl, critic=critic, replay=replay,
         publisher=WeightPublisher(store, 10), seed=0, lease=asyncio.Lock(),
     )  # fmt: skip
 
@@ -362,6 +368,37 @@ async def test_a_critic_routes_by_itself():
     metrics = (await trainer.train(batch_of(MicroBatch(columns=columns, segments=micro_batch.segments)))).metrics
     await trainer.close()
     assert metrics["critic/grad_norm"] > 0 and metrics["replay/replayed"] == 11 / 14
+
+
+@pytest.mark.parametrize("adapter", [None, LoraConfig(rank=2, targets=("q_proj", "v_proj"))], ids=["whole", "lora"])
+@pytest.mark.parametrize(
+    "loss", [ReinforceConfig(), GspoTokenConfig(clip_low=0.9, clip_high=90.0), SapoConfig()], ids=lambda loss: loss.type
+)
+async def test_losses_train_whole_networks_and_adapters_on_replayed_routes(loss, adapter):
+    model = tiny_moe()
+    if adapter is not None:
+        model.adapt(adapter)
+    before = {name: weight.detach().clone() for name, weight in model.trained_weights().items()}
+    trainer = trainer_of(model, ROLLOUT, loss=loss)
+    metrics = (await trainer.train(batch_of(micro_batch_of(recorded(experts=random_routes()))))).metrics
+    await trainer.close()
+    assert 0 < metrics["grad_norm"] < 1e6
+    moved = {name for name, weight in model.trained_weights().items() if not torch.equal(weight, before[name])}
+    assert {name for name in before if "gate.weight" in name or "lora_B" in name} <= moved
+
+
+async def test_muon_takes_each_expert_s_matrix_by_itself():
+    model = tiny_moe()
+    before = {name: weight.detach().clone() for name, weight in model.named_weights().items()}
+    trainer = trainer_of(model, ROLLOUT, optimizer=MuonConfig(learning_rate=1e-2, weight_decay=0.0))
+    await trainer.train(batch_of(micro_batch_of(recorded(experts=random_routes()))))
+    await trainer.close()
+    for name in ("experts.0.w1", "experts.1.w2", "experts.3.w3"):
+        name = f"model.layers.0.block_sparse_moe.{name}.weight"
+        moved = model.named_weights()[name] - before[name]
+        assert moved.square().mean().sqrt() == pytest.approx(0.2 * 1e-2, rel=0.3), (
+            "as an orthogonal matrix of its own shape"
+        )
 
 
 # What is refused -----------------------------------------------------------------------------------------------------
