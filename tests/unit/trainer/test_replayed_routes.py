@@ -395,10 +395,9 @@ async def test_muon_takes_each_expert_s_matrix_by_itself():
     await trainer.close()
     for name in ("experts.0.w1", "experts.1.w2", "experts.3.w3"):
         name = f"model.layers.0.block_sparse_moe.{name}.weight"
-        moved = model.named_weights()[name] - before[name]
-        assert moved.square().mean().sqrt() == pytest.approx(0.2 * 1e-2, rel=0.3), (
-            "as an orthogonal matrix of its own shape"
-        )
+        moved = model.named_weights()[name].detach() - before[name]
+        highest = float(torch.linalg.svdvals(moved)[0])
+        assert highest == pytest.approx(0.2 * 1e-2 * 16**0.5, rel=0.35), "as an orthogonal matrix of its own shape"
 
 
 # What is refused -----------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from everlong.trainer.config import ReplayConfig
 if TYPE_CHECKING:
     from everlong.models.llama.model import Llama
 
-ANSWERS, PROMPT, ANSWER = 16, 100, 96
+ANSWERS, PROMPT, ANSWER = 12, 64, 64
 NONE, RECOMPUTED, RECORDED = (
     ReplayConfig(),
     ReplayConfig(routes="rollout"),
