@@ -71,8 +71,8 @@ gvisor:
 study-learning: $(STAMP)
 	$(BIN)/python -m tests.study.learning
 
-study-schedules: $(STAMP)
-	$(BIN)/python -m tests.study.schedules
+study-schedules: $(STAMP) $(VLLM_STAMP)
+	$(BIN)/python -m tests.study.schedules --vllm
 
 campaign: $(STAMP)
 	$(BIN)/python -m tests.campaign.kill --kills 10

@@ -1,10 +1,10 @@
-"""The quickstart under three schedules: rounds, partial and asynchronous, from one warm-up, with the same seeds.
+"""The quickstart under three schedules, rounds, partial and asynchronous, and in rounds with vLLM, from one warm-up, with the same seeds.
 
-    python -m tests.study.schedules
+    python -m tests.study.schedules --vllm
 
-Per seed the quickstart's warm-up runs once; then its RL batches run under each schedule from there, the schedules in turn, and
-nothing else differs than `schedule.type` and what it needs. Runs that are done are kept in the work folder: the same command
-goes on where it stopped. The figures go to docs/evidence, the curves to docs/pictures.
+Per seed the quickstart's warm-up runs once; then its RL batches run in each arm from there, the arms in turn, and nothing else
+differs than `schedule.type` or `engine.type`. Runs that are done are kept in the work folder: the same command goes on where it
+stopped. The figures go to docs/evidence, the curves to docs/pictures.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from matplotlib import pyplot as plt
 from everlong.cli.config import RunConfig
 from everlong.cli.quickstart import quickstart_config, tasks_for
 from everlong.cli.run_folder import RunFolder
+from everlong.engines.config import VllmConfig
 from everlong.environments.tasks.config import TasksConfig
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
 from everlong.ledger import check_ledger
@@ -33,12 +34,12 @@ from everlong.observe import Point, read_points, read_rows
 from everlong.orchestrator.config import AsyncConfig, PartialConfig, RoundsConfig, WarmupConfig
 
 PATHS = ("src/everlong", "tests/study/schedules.py", "tests/study/running.py")
-COLORS = {"rounds": "tab:blue", "partial": "tab:orange", "async": "tab:green"}
+COLORS = {"rounds": "tab:blue", "partial": "tab:orange", "async": "tab:green", "rounds, vllm": "tab:purple"}
 
 
 class Study:
-    def __init__(self, work: Path, model: str) -> None:
-        self._work = work
+    def __init__(self, work: Path, model: str, *, vllm: bool) -> None:
+        self._work, self._vllm = work, vllm
         self._base = quickstart_config(model)
         made = tasks_for(self._base.model)
         for name, split, count in (("train", Split.TRAIN, made.num_train), ("eval", Split.EVAL, made.num_eval)):
@@ -49,32 +50,40 @@ class Study:
     def seed(self, seed: int) -> dict[str, RunFolder]:
         warm = run_or_go_on("sft", self._folder(seed, "warm-up"), self._config(seed))
         return {
-            name: run_or_go_on("train", self._folder(seed, name), self._config(seed, warm, schedule))
-            for name, schedule in self._schedules().items()
+            name: run_or_go_on("train", self._folder(seed, name), self._config(seed, warm, arm))
+            for name, arm in self._arms().items()
         }
 
-    def _schedules(self) -> dict[str, RoundsConfig | PartialConfig | AsyncConfig]:
+    def _arms(self) -> dict[str, dict[str, object]]:
+        """What of the run's config makes each arm."""
         rounds = self._base.schedule
         same = {name: getattr(rounds, name) for name in ("num_batches", "groups_per_batch", "group_size", "eval_every")}
         same |= {"max_running": rounds.max_running, "checkpoint_every": rounds.checkpoint_every}
-        return {"rounds": RoundsConfig(**same), "partial": PartialConfig(**same), "async": AsyncConfig(**same)}
+        arms: dict[str, dict[str, object]] = {
+            "rounds": {"schedule": RoundsConfig(**same)},
+            "partial": {"schedule": PartialConfig(**same)},
+            "async": {"schedule": AsyncConfig(**same)},
+        }
+        if self._vllm:
+            arms["rounds, vllm"] = {**arms["rounds"], "engine": VllmConfig()}
+        return arms
 
     def _config(
         self,
         seed: int,
         start: RunFolder | None = None,
-        schedule: RoundsConfig | PartialConfig | AsyncConfig | None = None,
+        arm: Mapping[str, object] | None = None,
     ) -> RunConfig:
         changed: dict[str, object] = {"seed": seed, "tasks": self._tasks}
         if start is not None:
             changed["model"] = FolderModel(path=start.checkpoint, dtype=self._base.model.dtype)
             changed["warmup"] = WarmupConfig()
             changed["optimizer"] = self._base.optimizer.model_copy(update={"supervised_learning_rate": None})
-            changed["schedule"] = schedule
+            changed |= arm or {}
         return self._base.model_copy(update=changed)
 
     def _folder(self, seed: int, name: str) -> RunFolder:
-        return RunFolder(self._work / f"seed-{seed}" / name)
+        return RunFolder(self._work / f"seed-{seed}" / name.replace(", ", "-"))
 
 
 def figures_of(run: RunFolder) -> dict[str, object]:
@@ -139,16 +148,14 @@ def draw(found: Mapping[int, Mapping[str, RunFolder]], path: Path) -> None:
                 label=label,
                 alpha=0.8,
             )
-    left.set(
-        xlabel="minutes of RL", ylabel="held-out success, %", title="One quickstart, three schedules", ylim=(0, 100)
-    )
+    left.set(xlabel="minutes of RL", ylabel="held-out success, %", title="One warm-up, one set of seeds", ylim=(0, 100))
     left.legend(frameon=False)
     runs = found[min(found)]
     ages: dict[str, dict[str, float]] = {name: figures_of(run)["age_shares"] for name, run in runs.items()}  # ty: ignore[invalid-assignment]
     names = sorted({age for shares in ages.values() for age in shares})
     for place, (name, shares) in enumerate(ages.items()):
-        xs = [index + 0.27 * (place - 1) for index in range(len(names))]
-        right.bar(xs, [100 * shares.get(age, 0.0) for age in names], 0.25, color=COLORS[name], label=name)
+        xs = [index + 0.8 * (place + 0.5) / len(ages) - 0.4 for index in range(len(names))]
+        right.bar(xs, [100 * shares.get(age, 0.0) for age in names], 0.75 / len(ages), color=COLORS[name], label=name)
     right.set(xlabel="age in policy versions", ylabel="trained tokens, %", title="How old what was trained was")
     right.set_xticks(range(len(names)), names)
     right.legend(frameon=False)
@@ -161,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.study.schedules", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--model", default="smollm2", choices=("smollm2", "toy"))
+    parser.add_argument("--vllm", action="store_true", help="also rounds with engine.type vllm (`make vllm`)")
     parser.add_argument(
         "--work", type=Path, default=ROOT / "runs" / "study-schedules", help="goes on with what is there"
     )
@@ -168,13 +176,13 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "pictures" / "schedules.png")
     args = parser.parse_args()
     keep_to_one_code(args.work.absolute(), PATHS)
-    study = Study(args.work.absolute(), args.model)
+    study = Study(args.work.absolute(), args.model, vllm=args.vllm)
     found: dict[int, dict[str, RunFolder]] = {}
     for seed in range(args.seeds):
         found[seed] = study.seed(seed)
         rows = {str(seed): {name: figures_of(run) for name, run in runs.items()} for seed, runs in found.items()}
         print(json.dumps(rows[str(seed)], indent=2), flush=True)
-        command = f"python -m tests.study.schedules --seeds {seed + 1} --model {args.model}"
+        command = f"python -m tests.study.schedules --seeds {seed + 1} --model {args.model}{' --vllm' * args.vllm}"
         write_evidence(args.evidence, name="schedules", command=command, seed=0, figures=rows, paths=PATHS)
         draw(found, args.picture)
 

@@ -59,7 +59,8 @@ async def sh(sandbox, script, **command):
 
 
 async def count(sandbox):
-    return int((await sh(sandbox, "cat /tmp/count")).output)
+    """Between its opening and its writing the file is empty."""
+    return int((await sh(sandbox, 'until [ "$n" ]; do n=$(cat /tmp/count); done; echo $n')).output)
 
 
 async def counts_on(sandbox):

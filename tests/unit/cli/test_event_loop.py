@@ -6,10 +6,19 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from everlong.cli.event_loop import run_to_the_end
+
+
+@pytest.fixture
+def heard_interrupt() -> Iterator[None]:
+    """Ctrl-C as on a terminal. What a shell starts in the background has it ignored, and so would its tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 async def exiting(error: BaseException) -> None:
@@ -38,6 +47,7 @@ def test_what_the_command_itself_raises_goes_on_outwards(error: BaseException) -
     assert raised.value is error
 
 
+@pytest.mark.usefixtures("heard_interrupt")
 def test_the_users_interrupt_ends_the_command_although_its_own_code_exits_meanwhile() -> None:
     """The first cancels the main task, which may clean up."""
     ended = []
