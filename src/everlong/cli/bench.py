@@ -33,7 +33,19 @@ class Row:
 
 
 def _benches() -> dict[str, tuple[str, Callable[..., list[Row]]]]:
-    from everlong.cli.benches import aligned, delta, engine, ledger, lora, losses, sandbox, step, trainer, weights
+    from everlong.cli.benches import (
+        aligned,
+        delta,
+        engine,
+        ledger,
+        lora,
+        losses,
+        routes,
+        sandbox,
+        step,
+        trainer,
+        weights,
+    )
 
     return {
         "aligned": ("aligned numerics against fast ones: a training step and decoding on the toy", aligned.measure),
@@ -45,6 +57,10 @@ def _benches() -> dict[str, tuple[str, Callable[..., list[Row]]]]:
         "ledger": ("group commit against one commit per fact", ledger.measure),
         "lora": ("one RL step and one version through adapters against every weight, SmolLM2-135M", lora.measure),
         "losses": ("value and gradient of the losses that TRL has too, against TRL's", losses.measure),
+        "routes": (
+            "replayed routes against the trainer's own, and what they cost, on the toy with experts",
+            routes.measure,
+        ),
         "sandbox": (
             "sandboxes: start, command, pause, snapshot, fork and rollback per backend, and over-commit",
             sandbox.measure,

@@ -19,7 +19,16 @@ from everlong.contracts.ports import Engine, ObjectStore, Trainer
 from everlong.contracts.records import GenerateRequest
 from everlong.engines.config import EmbeddedConfig, PoolConfig, VllmConfig
 from everlong.models.adapter_config import LoraConfig
-from everlong.models.config import FolderModel, HubModel, ModelConfig, ScriptedModel, Smollm2Model, ToyModel
+from everlong.models.config import (
+    FolderModel,
+    HubModel,
+    ModelConfig,
+    ScriptedModel,
+    Smollm2Model,
+    ToyModel,
+    ToyMoeModel,
+)
+from everlong.models.moe.config import MoeConfig
 from everlong.models.source import ModelSource, find_model
 from everlong.orchestrator.cells.worker import Cell
 from everlong.orchestrator.config import AsyncConfig
@@ -104,6 +113,7 @@ class _Making:
                 shape.num_heads,
                 shape.num_kv_heads,
                 adapter.rank if isinstance(adapter, LoraConfig) else None,
+                shape.num_experts if isinstance(shape, MoeConfig) else None,
             )
 
     def engine(self, lease: asyncio.Lock) -> Engine:
@@ -160,6 +170,7 @@ class _Making:
             loss=config.loss,
             ratio=config.ratio,
             kl=config.kl,
+            replay=config.replay,
             critic=config.critic if isinstance(config.credit, GaeConfig) else None,
             optimizer=config.optimizer,
             numerics=Numerics(config.numerics),
@@ -262,12 +273,12 @@ def _network(config: RunConfig, source: ModelSource, vocab_size: int) -> Llama:
 
     from everlong.models.checkpoint import load_checkpoint
     from everlong.models.numerics import Numerics
-    from everlong.models.toy import build_toy
+    from everlong.models.toy import random_llama
 
     assert not isinstance(config.model, ScriptedModel)
     dtype, numerics = getattr(torch, config.model.dtype), Numerics(config.numerics)
-    if isinstance(config.model, ToyModel):
-        return build_toy(config.model.seed, dtype, numerics)
+    if isinstance(config.model, ToyModel | ToyMoeModel):
+        return random_llama(source.shape, config.model.seed, dtype, numerics)
     if source.build is not None:
         return source.build(source.shape, dtype, numerics)
     assert source.folder is not None

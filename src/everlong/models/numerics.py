@@ -165,8 +165,10 @@ def self_test(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     rank: int | None = None,
+    num_experts: int | None = None,
 ) -> None:
-    """Show on this machine that rows do not depend on their neighbours, for a model's own shapes; `rank` is of its adapters.
+    """Show on this machine that rows do not depend on their neighbours, for a model's own shapes; `rank` is of its adapters, and
+    `intermediate_size` of each of its experts, where it has some.
 
     Holds for the number of threads it ran with. Raises NumericsUnavailable with the operation that failed.
     """
@@ -177,6 +179,8 @@ def self_test(
         *((hidden_size, outer) for outer in (q_size, kv_size, intermediate_size, vocab_size)),
         *((inner, hidden_size) for inner in (q_size, intermediate_size)),
     }
+    if num_experts is not None:
+        shapes.add((hidden_size, num_experts))
     if rank is not None:
         shapes |= {(inner, rank) for inner, _ in shapes} | {(rank, outer) for _, outer in shapes}
     for inner, outer in sorted(shapes):
@@ -188,6 +192,8 @@ def self_test(
             _require(torch.equal(part, whole[first : first + count]), f"a {inner}x{outer} product of {count} rows")
     _test_attention(head_dim, num_heads, num_kv_heads, generator)
     _test_rows(rows[:272])
+    if num_experts is not None:
+        _test_router(rows[:272, :num_experts].contiguous())
 
 
 def _test_attention(head_dim: int, num_heads: int, num_kv_heads: int, generator: torch.Generator) -> None:
@@ -214,6 +220,18 @@ def _test_rows(rows: Tensor) -> None:
         whole = function(rows)
         for first, count in ((0, 1), (5, 3), (2, 64)):
             _require(torch.equal(function(rows[first : first + count]), whole[first : first + count]), name)
+
+
+def _test_router(logits: Tensor) -> None:
+    for name, function in (
+        ("choice of experts", lambda x: x.sort(dim=-1, descending=True, stable=True).indices),
+        ("softmax over experts", lambda x: x.softmax(-1)),
+        ("softmax over two experts", lambda x: x[:, :2].softmax(-1)),
+        ("sigmoid of experts", lambda x: steady(torch.sigmoid, x[:, :2])),
+    ):
+        whole = function(logits)
+        for first, count in ((0, 1), (5, 3), (2, 64)):
+            _require(torch.equal(function(logits[first : first + count]), whole[first : first + count]), name)
 
 
 def _require(equal: bool, what: str) -> None:

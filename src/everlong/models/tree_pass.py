@@ -19,6 +19,7 @@ from torch import Tensor
 
 from everlong.contracts.records import MicroBatch
 from everlong.models.attention import KeyMemory, PassAttention
+from everlong.models.decisions import TokenDecide
 from everlong.models.llama.model import Llama
 from everlong.models.numerics import widened
 from everlong.models.tree_layout import Run, lay_out
@@ -30,14 +31,19 @@ Read = Callable[[Tensor, np.ndarray], tuple[Tensor, ...]]
 
 
 def read_states(
-    model: Llama, weights: Sequence[Tensor], micro_batch: MicroBatch, tokens_R: np.ndarray, read: Read
+    model: Llama,
+    weights: Sequence[Tensor],
+    micro_batch: MicroBatch,
+    tokens_R: np.ndarray,
+    read: Read,
+    decide: TokenDecide | None = None,
 ) -> tuple[Tensor, ...]:
     """What `read` makes of the hidden states of the R tokens, each behind what stands before it on its path.
 
     `weights` are all that trains of what the network and `read` use. `read` is called for all rows at once, or where the pass is cut
-    for those of each part, forward and again backward.
+    for those of each part, forward and again backward. So is `decide`, of all tokens; without it the network chooses for itself.
     """
-    forest = _Forest(model, micro_batch)
+    forest = _Forest(model, micro_batch, decide)
     rows = torch.from_numpy(forest.layout.place[tokens_R])
     limit = micro_batch.pass_tokens
     if limit is None or len(forest.layout) <= limit:
@@ -55,10 +61,11 @@ def parts_of(num_tokens: int, limit: int) -> tuple[Run, ...]:
 class _Forest:
     """A micro-batch's tokens as they are laid out."""
 
-    def __init__(self, model: Llama, micro_batch: MicroBatch) -> None:
+    def __init__(self, model: Llama, micro_batch: MicroBatch, decide: TokenDecide | None) -> None:
         segments = [(segment.parent, segment.start, segment.length) for segment in micro_batch.segments]
-        self._model, self.layout = model, lay_out(segments)
+        self._model, self.layout, self._decide = model, lay_out(segments), decide
         order = self.layout.order
+        self._tokens = torch.from_numpy(order)
         self._ids = torch.from_numpy(micro_batch.columns.ids[order].astype(np.int64))
         self._positions = torch.from_numpy(micro_batch.positions()[order].astype(np.int64))
 
@@ -66,11 +73,16 @@ class _Forest:
     def whole(self) -> Run:
         return 0, len(self.layout)
 
-    def hidden_states(self, part: Run, memory: KeyMemory | None = None, *, remembers: bool = False) -> Tensor:
-        """[N, M] of the part's tokens."""
+    def hidden_states(
+        self, part: Run, memory: KeyMemory | None = None, *, remembers: bool = False, again: bool = False
+    ) -> Tensor:
+        """[N, M] of the part's tokens, which have passed before where they pass `again`."""
         scale, numerics = self._model.config.head_dim**-0.5, self._model.numerics
         attend = PassAttention(self.layout, scale, numerics, part, memory, remembers=remembers)
-        return self._model(self._ids[slice(*part)], self._positions[slice(*part)], attend)
+        own = slice(*part)
+        # a network that decides nothing may have a forward that takes no `decide`
+        decide = () if self._decide is None else (self._decide.of(self._tokens[own], again=again),)
+        return self._model(self._ids[own], self._positions[own], attend, *decide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +119,7 @@ class _CutPass(torch.autograd.Function):
         sums: list[Tensor | None] = [None] * len(weights)
         for part in reversed(cut.parts):
             with torch.enable_grad():
-                hidden = cut.forest.hidden_states(part, memory)
+                hidden = cut.forest.hidden_states(part, memory, again=True)
                 rows = cut.rows_of(part)
                 read = cut.read(cut.states_of(hidden, part, rows), rows) if len(rows) else ()
             if not hidden.requires_grad:

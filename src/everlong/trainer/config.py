@@ -40,6 +40,7 @@ from everlong.trainer.ratio_config import (
     TokenMask,
     TokenTruncation,
 )
+from everlong.trainer.replay_config import ReplayConfig, check_replay, check_routers
 
 __all__ = [
     "AdamWConfig",
@@ -72,6 +73,7 @@ __all__ = [
     "RatioConfig",
     "Reduction",
     "ReinforceConfig",
+    "ReplayConfig",
     "SapoConfig",
     "SequenceGeometric",
     "SequenceProduct",
@@ -80,6 +82,8 @@ __all__ = [
     "TrainerConfig",
     "check_effective",
     "check_projection",
+    "check_replay",
+    "check_routers",
     "ignores_staleness",
     "level_of",
 ]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everlong.contracts.records import EpisodeShare, MicroBatch, TrainBatch
+from everlong.models.decisions import Replay
 from everlong.models.llama.config import LlamaConfig
 from everlong.trainer.branches import Branches
+from everlong.trainer.decided import replayed_rows
 from everlong.trainer.denominators import TokenOwners, weigh
 from everlong.trainer.objective import Objective
 from everlong.trainer.occurrences import Occurrences, each_once, on_every_branch
@@ -60,6 +62,12 @@ class PreparedMicroBatch:
     """What a critic's values are pulled to; NaN where none learns."""
     branches: Branches
     """Of the rows that the policy sampled, each on the branch that first holds it."""
+    replayed: Mapping[str, Tensor] = field(default_factory=dict)
+    """Decisions of the network that its passes take from elsewhere, by name; none where it makes its own."""
+
+    def replay(self) -> Replay | None:
+        """For the tokens to pass once."""
+        return Replay(self.replayed) if self.replayed else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +97,11 @@ class PreparedBatch:
         return Branches.join([micro_batch.branches for micro_batch in self.micro_batches])
 
 
-def prepare_batch(batch: TrainBatch, objective: Objective, model: LlamaConfig) -> PreparedBatch:
-    """Raises ValueError for a batch whose records or counts do not hold together, before anything is computed."""
+def prepare_batch(
+    batch: TrainBatch, objective: Objective, model: LlamaConfig, recorded: Collection[str] = ()
+) -> PreparedBatch:
+    """`recorded` decisions are replayed as the record has them. Raises ValueError for a batch whose records or counts do not hold
+    together, before anything is computed."""
     pieces = [_rows(index, micro_batch, model) for index, micro_batch in enumerate(batch.micro_batches)]
     trained = _join([owners for _, owners in pieces])
     _check_counts(batch, np.bincount(trained.episode_T, minlength=len(batch.episodes)))
@@ -102,8 +113,8 @@ def prepare_batch(batch: TrainBatch, objective: Objective, model: LlamaConfig) -
     ends = np.cumsum([occurrences.trains_F.sum() for occurrences in counted], dtype=np.int64)
     parts = np.split(weights, ends)[:-1]  # what lies behind the last end is empty
     prepared = tuple(
-        _prepare(micro_batch, *piece, occurrences, part)
-        for (micro_batch, piece), occurrences, part in zip(pairs, counted, parts, strict=True)
+        _prepare(micro_batch, *piece, occurrences, part, replayed_rows(index, micro_batch, model, recorded))
+        for index, ((micro_batch, piece), occurrences, part) in enumerate(zip(pairs, counted, parts, strict=True))
     )
     if objective.ratio.score_centring:
         _check_kept_logprobs(prepared)
@@ -137,7 +148,12 @@ def _occurrences(micro_batch: MicroBatch, rows: Rows, owners: TokenOwners, objec
 
 
 def _prepare(
-    micro_batch: MicroBatch, rows: Rows, owners: TokenOwners, occurrences: Occurrences, weights: np.ndarray
+    micro_batch: MicroBatch,
+    rows: Rows,
+    owners: TokenOwners,
+    occurrences: Occurrences,
+    weights: np.ndarray,
+    replayed: Mapping[str, Tensor],
 ) -> PreparedMicroBatch:
     columns, tokens = micro_batch.columns, rows.tokens
     sampled = columns.sampled[tokens]
@@ -156,6 +172,7 @@ def _prepare(
         credit_P=torch.from_numpy(columns.credit[tokens][sampled]),
         returns_P=torch.from_numpy(columns.returns[tokens][sampled]),
         branches=_branches(owners, sampled),
+        replayed=replayed,
     )
 
 

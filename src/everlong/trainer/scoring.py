@@ -10,6 +10,7 @@ from torch import Tensor
 
 from everlong.contracts.records import MicroBatch
 from everlong.models.centring import Weigh, expected_scores
+from everlong.models.decisions import TokenDecide
 from everlong.models.head import token_logprobs
 from everlong.models.llama.model import Llama
 from everlong.models.projection import Projection
@@ -40,9 +41,10 @@ def score_rows(
     full: bool = False,
     weigh: Weigh | None = None,
     projection: Projection = "none",
+    decide: TokenDecide | None = None,
 ) -> RowScores:
     """`projection`: of the logit gradient. `full`: the untruncated logprobs too, which costs a second pass through the head. `weigh`: the expected score of the sampler
-    too, with these weights, which costs a pass over the kept ids."""
+    too, with these weights, which costs a pass over the kept ids. Without `decide` the network chooses for itself."""
     wants_full = full and rows.kept is not None
     weigh = weigh if rows.kept is not None else None
 
@@ -57,7 +59,7 @@ def score_rows(
         return found
 
     weights = list(model.trained_weights().values())
-    logprobs_R, entropy_R, *others = read_states(model, weights, micro_batch, rows.predecessors_R.numpy(), read)
+    logprobs_R, entropy_R, *others = read_states(model, weights, micro_batch, rows.predecessors_R.numpy(), read, decide)
     return RowScores(
         logprobs_R,
         entropy_R.detach(),
@@ -77,11 +79,13 @@ def _expected(model: Llama, hidden_NM: Tensor, rows: Rows, weigh: Weigh, head_ch
 
 
 @torch.no_grad()
-def score_micro_batch(model: Llama, micro_batch: MicroBatch, head_chunk_tokens: int) -> np.ndarray:
+def score_micro_batch(
+    model: Llama, micro_batch: MicroBatch, head_chunk_tokens: int, decide: TokenDecide | None = None
+) -> np.ndarray:
     """float32[T]: logprob of every sampled or trainable token; NaN elsewhere and where nothing predicts the token."""
     columns = micro_batch.columns
     rows = rows_of(micro_batch, columns.sampled | columns.trainable)
     scores = np.full(len(columns), np.nan, np.float32)
     if len(rows):
-        scores[rows.tokens] = score_rows(model, micro_batch, rows, head_chunk_tokens).logprobs_R.numpy()
+        scores[rows.tokens] = score_rows(model, micro_batch, rows, head_chunk_tokens, decide=decide).logprobs_R.numpy()
     return scores

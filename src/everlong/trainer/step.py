@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from everlong.contracts.records import MicroBatch
+from everlong.models.decisions import TokenRecorder
 from everlong.models.llama.model import Llama
 from everlong.models.numerics import widened
+from everlong.models.tree_pass import read_states
 from everlong.trainer.gradient_sum import Gradient, GradientSum
 from everlong.trainer.objective import Objective, PolicyTokens, Reference, policy_terms
 from everlong.trainer.preparation import PreparedBatch, PreparedMicroBatch
@@ -75,12 +79,14 @@ def batch_gradient(
         if not len(prepared.rows):
             gradients.push(index, None)
             continue
-        metrics = Tally()
+        metrics, replay = Tally(), prepared.replay()
         with tally.seconds("forward"):
             scores = score_rows(
                 model, prepared.micro_batch, prepared.rows, head_chunk_tokens, full=objective.full_support,
-                weigh=objective.weigh, projection=objective.projection,
+                weigh=objective.weigh, projection=objective.projection, decide=replay,
             )  # fmt: skip
+        for name, share in ({} if replay is None else replay.shares()).items():
+            metrics.mean(f"replay/{name}", share)
         proximal = _start_of(scores, prepared)
         start = proximal if starts is None else starts[index]
         parts = _terms(scores, start, prepared, objective, metrics, None if reference is None else reference[index])
@@ -129,6 +135,26 @@ def _gradient(total: Tensor, model: Llama) -> Gradient:
 
 
 @torch.no_grad()
+def with_own_decisions(
+    model: Llama, batch: PreparedBatch, names: Collection[str], ranks: Ranks = ALONE
+) -> PreparedBatch:
+    """The batch such that what follows replays what the model's present weights decide, of the micro-batches that are computed here."""
+    micro_batches = list(batch.micro_batches)
+    for index in ranks.share(len(micro_batches)):
+        if len(micro_batches[index].rows):
+            decided = _decided(model, micro_batches[index].micro_batch)
+            micro_batches[index] = replace(micro_batches[index], replayed={name: decided[name] for name in names})
+    return replace(batch, micro_batches=tuple(micro_batches))
+
+
+def _decided(model: Llama, micro_batch: MicroBatch) -> dict[str, Tensor]:
+    """What the network decides of every token, by name [T, P, W]."""
+    recorder = TokenRecorder()
+    read_states(model, (), micro_batch, np.zeros(0, np.int64), lambda hidden_NM, _: (hidden_NM,), recorder)
+    return recorder.rows()
+
+
+@torch.no_grad()
 def reference_logprobs(
     model: Llama, batch: PreparedBatch, objective: Objective, head_chunk_tokens: int, ranks: Ranks = ALONE
 ) -> tuple[Tensor, ...]:
@@ -139,7 +165,10 @@ def reference_logprobs(
         if not len(prepared.policy_P):
             own.append(torch.zeros(0))
             continue
-        scores = score_rows(model, prepared.micro_batch, prepared.rows, head_chunk_tokens, full=objective.full_support)
+        scores = score_rows(
+            model, prepared.micro_batch, prepared.rows, head_chunk_tokens, full=objective.full_support,
+            decide=prepared.replay(),
+        )  # fmt: skip
         own.append(scores.full_R[prepared.policy_P])
     return tuple(part for found in ranks.gather(own) for part in found)
 

@@ -7,7 +7,7 @@ ranks there is one such trainer in each process: the first is asked, the others 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ import torch
 from everlong.contracts.ports import ObjectStore
 from everlong.contracts.records import (
     EngineMismatch,
+    MicroBatch,
     PublishedVersion,
     Reconciled,
     ScoredColumns,
@@ -27,6 +28,7 @@ from everlong.contracts.records import (
     TrainReport,
 )
 from everlong.models.checkpoint import save_checkpoint
+from everlong.models.decisions import Replay
 from everlong.models.llama.model import Llama
 from everlong.models.numerics import Numerics
 from everlong.trainer.checkpoint import CheckpointManifest, CheckpointStore
@@ -46,6 +48,7 @@ from everlong.trainer.config import (
 from everlong.trainer.corrections import mismatch_by_engine, mismatch_metrics
 from everlong.trainer.critic import PREFIX, Critic
 from everlong.trainer.critic_config import CriticConfig
+from everlong.trainer.decided import replayed_rows
 from everlong.trainer.gradient_clamp import PREFIX as CLAMP_PREFIX
 from everlong.trainer.gradient_clamp import HiddenGradientClamp, clamp_weights
 from everlong.trainer.kl_config import WITHOUT_KL
@@ -55,8 +58,9 @@ from everlong.trainer.preparation import PreparedBatch, PreparedMicroBatch, prep
 from everlong.trainer.ranks.ranks import ALONE, Ranks
 from everlong.trainer.reference import ReferencePolicy
 from everlong.trainer.replay import check_micro_batch
+from everlong.trainer.replay_config import WITHOUT_REPLAY, ReplayConfig, check_replay, check_routers
 from everlong.trainer.scoring import score_micro_batch
-from everlong.trainer.step import BatchGradient, batch_gradient, deterministic, reference_logprobs
+from everlong.trainer.step import BatchGradient, batch_gradient, deterministic, reference_logprobs, with_own_decisions
 from everlong.trainer.tally import Tally
 from everlong.trainer.taps import HighestLogits, Taps, tapped
 from everlong.weights import RawTensor, WeightPublisher, WeightReader, WeightSet, fingerprint
@@ -82,6 +86,7 @@ class PolicyTrainer:
         lease: asyncio.Lock,
         kl: AnyKl = WITHOUT_KL,
         critic: CriticConfig | None = None,
+        replay: ReplayConfig = WITHOUT_REPLAY,
         companions: Mapping[str, bytes] | None = None,
         ranks: Ranks = ALONE,
         threads: int | None = None,
@@ -91,16 +96,20 @@ class PolicyTrainer:
         `companions` lie beside the weights in what is exported, by name: the tokenizer and its settings. `threads`: that the
         trainer computes with, where they are not the process's.
 
-        Takes over the model. Raises ValueError where the loss could not change the gradient.
+        Takes over the model. Raises ValueError where the loss could not change the gradient, and for a replay of what the model
+        does not decide.
         """
         check_effective(loss, ratio, config.updates_per_batch, kl)
         check_projection(config, ratio)
+        check_replay(replay, config.updates_per_batch, kl)
+        check_routers(replay, model.config.decisions, "the network")
         if numerics is not model.numerics:
             raise ValueError(
                 f"the model was built with numerics {model.numerics}, the trainer was asked for {numerics}"
             )
         self._model, self._config, self._optimizer_config = model, config, optimizer
         self._objective = Objective(loss, ratio, kl, config.logit_projection, config.shared_prefix)
+        self._replay = replay
         self._reference = None if isinstance(kl, NoKl) else ReferencePolicy(model, store)
         # a copy, so that a run without checkpoint can start anew in a trainer that has trained
         self._initial = {name: weight.detach().clone() for name, weight in model.trained_weights().items()}
@@ -188,7 +197,7 @@ class PolicyTrainer:
             raise ValueError(
                 f"expected batch {self._num_batches}, got batch {batch.batch}: batches train once each and in order"
             )
-        prepared = prepare_batch(batch, self._objective, self._model.config)
+        prepared = prepare_batch(batch, self._objective, self._model.config, self._recorded)
         self._refuse_unweighed(prepared)
         self._refuse_untaught(prepared)
         with self._ranks.together("train", batch):
@@ -224,6 +233,10 @@ class PolicyTrainer:
         """The optimiser's steps; returns what was measured of each engine of a pool before the first."""
         first: BatchGradient | None = None
         supervised = not any(len(micro_batch.policy_P) for micro_batch in batch.micro_batches)
+        if self._replay.routes == "recompute" and not supervised:
+            names = self._replay.names(self._model.config.decisions)
+            with tally.seconds("routes"), deterministic():
+                batch = with_own_decisions(self._model, batch, names, self._ranks)
         reference = None if supervised else self._ask_reference(batch, tally)
         rate = 0.0
         for _ in range(num_updates):
@@ -251,6 +264,11 @@ class PolicyTrainer:
         engines = np.concatenate([numbers_of(micro_batch) for micro_batch in batch.micro_batches])
         began = np.concatenate([versions_at_begin(micro_batch) for micro_batch in batch.micro_batches])
         return mismatch_by_engine(mismatch, engines, self._num_batches - began)
+
+    @property
+    def _recorded(self) -> tuple[str, ...]:
+        """Decisions that are replayed as their record has them."""
+        return self._replay.recorded(self._model.config.decisions)
 
     def _logits_watch(self) -> HighestLogits | None:
         """Where attention logits are bounded."""
@@ -304,15 +322,18 @@ class PolicyTrainer:
     def _score(self, request: ScoreRequest) -> ScoredColumns:
         for index, micro_batch in enumerate(request.micro_batches):
             check_micro_batch(index, micro_batch, self._model.config)
+        asked = request.micro_batches if "logprobs" in request.wanted else ()
+        replays = [self._replay_of(index, micro_batch) for index, micro_batch in enumerate(asked)]
         with self._ranks.together("score", request):
-            return self._score_checked(request)
+            return self._score_checked(request, replays)
 
-    def _score_checked(self, request: ScoreRequest) -> ScoredColumns:
+    def _score_checked(self, request: ScoreRequest, replays: Sequence[Replay | None]) -> ScoredColumns:
         wanted, logprobs, values = request.wanted, None, None
         parts, share = request.micro_batches, self._ranks.share(len(request.micro_batches))
         if "logprobs" in wanted:
             chunk = self._config.head_chunk_tokens
-            logprobs = _joined(self._ranks.gather([score_micro_batch(self._model, parts[i], chunk) for i in share]))
+            found = [score_micro_batch(self._model, parts[i], chunk, replays[i]) for i in share]
+            logprobs = _joined(self._ranks.gather(found))
         if "values" in wanted and self._critic is not None:
             self._critic.begin()
             values = _joined(self._ranks.gather([self._critic.score(parts[i]) for i in share]))
@@ -322,6 +343,10 @@ class PolicyTrainer:
             values_after=None if values is None else tuple(part.after for part in values),
             policy_version=self._num_batches,
         )
+
+    def _replay_of(self, index: int, micro_batch: MicroBatch) -> Replay | None:
+        rows = replayed_rows(index, micro_batch, self._model.config, self._recorded)
+        return Replay(rows) if rows else None
 
     def _save(self) -> TrainerStatus:
         status, critic = self._status(), None

@@ -159,6 +159,10 @@ def _stats(batch: TrainBatch, outcomes: Iterable[TokenOutcome], num_flat: int, l
         values["packing/overlap_ratio"] = 1 - num_packed / num_flat
         # Above 1 where trees pass in parts.
         values["packing/fill"] = num_packed / (limit * len(batch.micro_batches))
+        # What is recorded of a token beside the streams that every token has.
+        columns = [micro_batch.columns for micro_batch in batch.micro_batches]
+        values["record/kept_bytes_per_token"] = sum(part.kept.size_bytes for part in columns) / num_packed
+        values["record/decision_bytes_per_token"] = sum(part.decisions.size_bytes for part in columns) / num_packed
     return values
 
 

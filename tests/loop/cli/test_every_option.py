@@ -70,6 +70,8 @@ GVISOR = {"sandbox.type": "gvisor"}
 MUON = {"optimizer.type": "muon"}
 HIDDEN = {"trainer.gradient_clamp.type": "hidden"}
 LORA = {"adapter.type": "lora"}
+MOE = {"model.type": "toy-moe"}
+REPLAY = {**MOE, "replay.routes": "rollout"}
 PARTIAL = {"schedule.type": "partial"}
 ASYNC = {"schedule.type": "async"}
 
@@ -91,6 +93,8 @@ CHANGES = {
     "model.type": Change("scripted"),
     "model.seed": Change(3),
     "model.dtype": Change("bfloat16"),
+    "model.router": Change("sigmoid", MOE),
+    "model.normalised": Change(False, MOE),
     "adapter.type": Change("lora"),
     "adapter.rank": Change(3, LORA),
     "adapter.alpha": Change(7.0, LORA),
@@ -201,6 +205,8 @@ CHANGES = {
     "ratio.correction.outside": Change("mask", PRODUCT),
     "ratio.off_policy_drop": Change(0.5),
     "ratio.score_centring": Change(True, CENTRED),
+    "replay.routes": Change("rollout", MOE),
+    "replay.weights": Change("recorded", REPLAY),
     "kl.type": Change("reward"),
     "kl.estimator": Change("k2", KL),
     "kl.coefficient": Change(0.5, KL),
@@ -416,7 +422,13 @@ def recorded_reads() -> Iterator[set[tuple[str, str]]]:
 
 def _validates(frame: types.FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_name in ("model_validate", "check_effective", "refuse_ineffective"):
+        if frame.f_code.co_name in (
+            "model_validate",
+            "check_effective",
+            "check_replay",
+            "check_routers",
+            "refuse_ineffective",
+        ):
             return True
         frame = frame.f_back
     return False
@@ -474,6 +486,8 @@ TRAINED = {
         {**CENTRED, "ratio.score_centring": True},
         {**BOUNDED, **COMPARES_NOTHING, "loss.type": "ppo", "credit.decay.type": "length"},
         {**GAE, **COMPARES_NOTHING, **SOFT, "credit.truncated": "reward"},
+        {**REPLAY, "replay.weights": "recorded"},
+        {**MOE, **PROXIMAL, "replay.routes": "recompute"},
     ),
     "scripted": (),
 }
@@ -602,6 +616,10 @@ def test_every_option_changes_what_is_built_or_is_refused_by_name(
         ({**GAE, "credit.truncated": "reward", "admission.overlong": "mask"}, "credit.truncated"),
         ({**GAE, "credit.boundary": "discount"}, "credit.boundary"),
         ({**GAE, "model.type": "scripted"}, "credit.type=gae"),
+        ({"replay.weights": "recorded"}, "replay.weights"),
+        ({**MOE, "replay.weights": "recorded"}, "replay.weights"),
+        ({**MOE, "replay.routes": "recompute"}, "replay.routes=recompute"),
+        ({"model.type": "scripted", "replay.routes": "rollout"}, "replay"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -640,6 +658,9 @@ def test_an_option_without_effect_beside_others_is_refused(change: dict[str, Any
         ({"weights.store": "memory://"}, "does not outlive it"),
         ({**LORA, **MUON}, "adapter.type=lora there are only its two factors"),
         ({**LORA, **VLLM}, "with adapter.type=lora a version holds adapters alone"),
+        ({**MOE, **LORA}, "adapter.targets name gate_proj, up_proj, down_proj, .* once per expert"),
+        ({**MOE, **VLLM}, "model.type=toy-moe has experts, whose weights an engine of type vllm does not take"),
+        ({"replay.routes": "rollout"}, "replay.routes=rollout needs a model with routers, and model.type=toy has none"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from tests.unit.trainer.tiny import SHAPE
+from tests.unit.trainer.tiny import SHAPE, tiny_moe
 
 from everlong.contracts.records import EpisodeShare, MicroBatch, Segment, TrainBatch
 from everlong.contracts.tokens import TokenColumns
@@ -24,6 +24,7 @@ from everlong.trainer.config import (
     MuonConfig,
     PpoConfig,
     RatioConfig,
+    ReplayConfig,
     SapoConfig,
     TokenTruncation,
     TrainerConfig,
@@ -46,6 +47,14 @@ SETTINGS = {
         "ratio": RatioConfig(base="proximal", correction=TokenTruncation()),
         "optimizer": MuonConfig(learning_rate=1e-2, per_head=True, qk_clip=1.0, max_grad_norm=0.1),
     },
+    "routes of the first pass, hidden clamp": {
+        "config": TrainerConfig(updates_per_batch=2, gradient_clamp=HiddenClamp(share=0.05)),
+        "loss": GrpoConfig(),
+        "ratio": RatioConfig(base="proximal", correction=TokenTruncation()),
+        "kl": KlLoss(),
+        "replay": ReplayConfig(routes="recompute"),
+        "optimizer": AdamWConfig(learning_rate=1e-2),
+    },
     "adapters": {"loss": SapoConfig(), "optimizer": AdamWConfig(learning_rate=1e-2)},
     "breaks": {"loss": SapoConfig(), "optimizer": AdamWConfig()},
 }
@@ -59,7 +68,7 @@ def build(path, ranks):
     if name == "breaks" and ranks.rank:
         raise ValueError("no room for another model")
     store, settings = open_store(about["store"]), {"config": TrainerConfig(), "ratio": RatioConfig(), **SETTINGS[name]}
-    model = untied(torch.bfloat16 if "muon" in name else torch.float32)
+    model = tiny_moe() if "routes" in name else untied(torch.bfloat16 if "muon" in name else torch.float32)
     if name == "adapters":
         model.adapt(LoraConfig(rank=2))
     publisher = WeightPublisher(store, anchor_every=10)

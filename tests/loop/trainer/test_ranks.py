@@ -69,7 +69,9 @@ async def trained(folder, settings, num_ranks, batches):
     return metrics, scores, status, manifest.tensors_hash
 
 
-@pytest.mark.parametrize("settings", ["critic and hidden clamp", "muon, two updates"])
+@pytest.mark.parametrize(
+    "settings", ["critic and hidden clamp", "muon, two updates", "routes of the first pass, hidden clamp"]
+)
 async def test_the_number_of_ranks_changes_no_bit(tmp_path, settings):
     """Neither of weights, moments and bounds, nor of what is measured; and a checkpoint of one is another's."""
     batches = [a_batch(number, returns="critic" in settings) for number in range(3)]
