@@ -23,7 +23,7 @@ help:
 	@echo "make gvisor  fetches gVisor's runsc into a cache folder (sandbox.type=gvisor); skipped aloud where it cannot be had"
 	@echo "make check   lint, types, import contracts"
 	@echo "make study-learning  RL against more imitation and shuffled rewards, three seeds, about an hour"
-	@echo "make study-schedules  the quickstart in rounds, partial and asynchronous, half an hour"
+	@echo "make study-schedules  the quickstart in rounds, partial, asynchronous and with vLLM, half an hour"
 	@echo "make study-stability  losses, replay, projection, Muon and critic on stale data, 21 arms of minutes"
 	@echo "make pairs   docs/pairs.md: which settings train together, and what refuses the others"
 	@echo "make peers   what the benches engine, step and losses are measured against: transformers and TRL, 1.3 GB"

@@ -89,7 +89,7 @@ class Study:
 
 
 def figures_of(run: RunFolder) -> dict[str, object]:
-    """Seconds are of the RL batches, without start and evaluations; shares of time and of tokens are means over batches."""
+    """Seconds are of the RL batches with the evaluations between them; shares of time are means over batches."""
     points = read_points(run.metrics)
     batches = [values for _, values in sorted(read_rows(points, "batch").items())]
     seconds = sum(values.get("seconds/between_batches") or 0.0 for values in batches)
@@ -101,7 +101,7 @@ def figures_of(run: RunFolder) -> dict[str, object]:
         "idle": mean_of(batches, "idle"),
         "idle_engine": mean_of(batches, "idle/engine"),
         "idle_trainer": mean_of(batches, "idle/trainer"),
-        "age_shares": {name.rsplit("/", 1)[1]: mean_of(batches, name) or 0.0 for name in ages},
+        "age_shares": {name.rsplit("/", 1)[1]: share_of_tokens(batches, name) for name in ages},
         "staleness_max": max((values.get("staleness/max") or 0.0) for values in batches),
         "mismatch_mean": mean_of(batches, "mismatch/mean"),
         "success": {str(step): success for step, success in successes(points).items()},
@@ -119,6 +119,12 @@ def samples(values: Mapping[str, float | None]) -> float:
 def mean_of(batches: Sequence[Mapping[str, float | None]], name: str) -> float | None:
     found = [value for values in batches if (value := values.get(name)) is not None]
     return statistics.fmean(found) if found else None
+
+
+def share_of_tokens(batches: Sequence[Mapping[str, float | None]], name: str) -> float:
+    """Of all that the batches trained; a batch that lacks the share has none of it."""
+    weighed = [(values.get("tokens/trained") or 0.0, values.get(name) or 0.0) for values in batches]
+    return sum(tokens * share for tokens, share in weighed) / sum(tokens for tokens, _ in weighed)
 
 
 def successes(points: Sequence[Point]) -> dict[int, float]:
