@@ -62,6 +62,7 @@ CISPO = {"loss.type": "cispo"}
 MIS_PO = {"loss.type": "reinforce", "ratio.correction.type": "mis_po"}
 PRODUCT = {"loss.type": "reinforce", "ratio.correction.type": "sequence_product"}
 SOFT = {"credit.overlong.type": "soft"}
+BUDGET = {"credit.overlong.type": "budget"}
 GAE = {"credit.type": "gae"}
 BOUNDED = {**GAE, "critic.head.type": "bounded"}
 CENTRED = {"loss.type": "reinforce", "ratio.correction.type": "token_truncation", "sampling.top_k": 11}
@@ -177,6 +178,8 @@ CHANGES = {
     "credit.overlong.type": Change("soft"),
     "credit.overlong.max_tokens": Change(10_000, SOFT),
     "credit.overlong.buffer_tokens": Change(100, SOFT),
+    "credit.overlong.baseline_tokens": Change(500, BUDGET),
+    "credit.overlong.tolerance": Change(2.0, BUDGET),
     "admission.zero_signal": Change("keep"),
     "admission.max_branches": Change(1),
     "admission.overlong": Change("mask"),
