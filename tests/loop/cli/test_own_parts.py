@@ -118,18 +118,14 @@ def test_an_evaluation_without_a_verdict_is_no_success_of_0(workplace: Path) -> 
     assert not any({"success", "reward"} & row.keys() for row in rows)
 
 
+OWN_MODEL = (
+    *("--model.type", "own", "--model.source", "parts:small"),
+    *("--sampling.max-tokens", "4", "--harness.max-turns", "1"),
+)
+
+
 def test_an_own_model_trains_and_is_exported(workplace: Path) -> None:
-    own = [
-        "--model.type",
-        "own",
-        "--model.source",
-        "parts:small",
-        "--sampling.max-tokens",
-        "4",
-        "--harness.max-turns",
-        "1",
-    ]
-    done = everlong(workplace, "train", *SHORT, *own, "--admission.zero-signal", "keep")
+    done = everlong(workplace, "train", *SHORT, *OWN_MODEL, "--admission.zero-signal", "keep")
     assert done.returncode == 0, done.stderr
     with safe_open(workplace / "run/checkpoint/model.safetensors", "pt") as weights:
         assert {name.split(".")[2] for name in weights.keys() if ".layers." in name} == {"0"}  # noqa: SIM118
@@ -160,17 +156,7 @@ def test_a_harness_that_ignores_its_cancellation_holds_up_neither_deadline_nor_e
 
 
 def test_a_run_that_taught_its_model_nothing_fails_and_says_what_to_do(workplace: Path) -> None:
-    small = [
-        "--model.type",
-        "own",
-        "--model.source",
-        "parts:small",
-        "--sampling.max-tokens",
-        "4",
-        "--harness.max-turns",
-        "1",
-    ]
-    done = everlong(workplace, "train", *SHORT, *small)
+    done = everlong(workplace, "train", *SHORT, *OWN_MODEL)
     assert done.returncode == 3, done.stderr
     assert "its 4 episodes ended as: zero_signal 4" in done.stderr and "warmup.num_batches" in done.stderr
     assert everlong(workplace, "resume", "run").returncode == 3, "finished, and nothing came of it"
