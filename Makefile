@@ -11,7 +11,7 @@ SEAWEEDFS_VENV := .venv-seaweedfs
 SEAWEEDFS_STAMP := $(SEAWEEDFS_VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup vllm seaweedfs train test unit loop system gvisor campaign study-learning study-schedules peers check format docs clean help
+.PHONY: setup vllm seaweedfs train test unit loop system gvisor campaign campaign-sandboxes study-learning study-schedules study-stability pairs peers check format docs clean help
 
 help:
 	@echo "make setup   install everlong into $(VENV); the command is $(BIN)/everlong"
@@ -24,8 +24,11 @@ help:
 	@echo "make check   lint, types, import contracts"
 	@echo "make study-learning  RL against more imitation and shuffled rewards, three seeds, about an hour"
 	@echo "make study-schedules  the quickstart in rounds, partial, asynchronous and with vLLM, half an hour"
-	@echo "make peers   what the benches engine and step are measured against: transformers and TRL, 1.3 GB"
+	@echo "make study-stability  losses, replay, projection, Muon and critic on stale data, 21 arms of minutes"
+	@echo "make pairs   docs/pairs.md: which settings train together, and what refuses the others"
+	@echo "make peers   what the benches engine, step and losses are measured against: transformers and TRL, 1.3 GB"
 	@echo "make campaign  kill -9 campaign on a real run; writes docs/evidence/"
+	@echo "make campaign-sandboxes  the same on processes that use sandboxes"
 
 setup: $(STAMP)
 
@@ -74,8 +77,18 @@ study-learning: $(STAMP)
 study-schedules: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python -m tests.study.schedules --vllm
 
+study-stability: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.study.stability
+
+pairs: $(STAMP)
+	$(BIN)/python -m tests.loop.trainer.pairs > docs/.pairs.md
+	mv docs/.pairs.md docs/pairs.md
+
 campaign: $(STAMP)
 	$(BIN)/python -m tests.campaign.kill --kills 10
+
+campaign-sandboxes: $(STAMP) gvisor
+	$(BIN)/python -m tests.campaign.sandboxes --kills 100
 
 peers: $(STAMP)
 	$(BIN)/python -m everlong.cli.benches.peers.environment

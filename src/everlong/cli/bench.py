@@ -33,31 +33,59 @@ class Row:
 
 
 def _benches() -> dict[str, tuple[str, Callable[..., list[Row]]]]:
-    from everlong.cli.benches import aligned, engine, ledger, lora, sandbox, step, weights
+    from everlong.cli.benches import (
+        aligned,
+        delta,
+        engine,
+        ledger,
+        lora,
+        losses,
+        routes,
+        sandbox,
+        step,
+        trainer,
+        weights,
+    )
 
     return {
         "aligned": ("aligned numerics against fast ones: a training step and decoding on the toy", aligned.measure),
+        "delta": (
+            "a delta's size against plain codings and its entropy, its speed, and an engine's pause",
+            delta.measure,
+        ),
         "engine": ("the embedded engine against Hugging Face generate, SmolLM2-135M", engine.measure),
         "ledger": ("group commit against one commit per fact", ledger.measure),
         "lora": ("one RL step and one version through adapters against every weight, SmolLM2-135M", lora.measure),
+        "losses": ("value and gradient of the losses that TRL has too, against TRL's", losses.measure),
+        "routes": (
+            "replayed routes against the trainer's own, and what they cost, on the toy with experts",
+            routes.measure,
+        ),
         "sandbox": (
             "sandboxes: start, command, pause, snapshot, fork and rollback per backend, and over-commit",
             sandbox.measure,
         ),
         "step": ("one RL step against TRL's GRPO trainer, SmolLM2-135M", step.measure),
+        "trainer": ("the chunked head, trees against their branches, a tree larger than one pass", trainer.measure),
         "weights": ("delta size and time against shipping the whole weights", weights.measure),
     }
 
 
-TAKES_STORE = "weights"
+TAKES = {"store": "weights", "run": "delta", "case": "delta"}
+"""Which bench an option is for."""
 
 
-def bench_command(name: str, out: Path | None, store: str | None = None) -> None:
-    """Raises ValueError for a bench that does not exist, and for a store that it would not use."""
-    if store is not None and name != TAKES_STORE:
-        raise ValueError(
-            f"bench {name or 'without a name'} uses no store, got --store {store}: leave it out, or measure {TAKES_STORE}"
-        )
+def bench_command(
+    name: str, out: Path | None, store: str | None = None, run: Path | None = None, cases: Sequence[str] = ()
+) -> None:
+    """Raises ValueError for a bench that does not exist, and for an option that it would not use."""
+    options = {"store": store, "run": run, "case": ",".join(cases) or None}
+    for option, value in options.items():
+        if value is not None and name != TAKES[option]:
+            raise ValueError(
+                f"bench {name or 'without a name'} uses no {option}, got --{option} {value}: leave it out, or measure "
+                f"{TAKES[option]}"
+            )
     console = Console(highlight=False)
     benches = _benches()
     if not name:
@@ -68,7 +96,11 @@ def bench_command(name: str, out: Path | None, store: str | None = None) -> None
         return
     if name not in benches:
         raise ValueError(f"there is no bench {name!r}: there are {', '.join(benches)}")
-    measure = benches[name][1] if store is None else partial(benches[name][1], store)
+    measure = benches[name][1]
+    if name == TAKES["store"]:
+        measure = partial(measure, store)
+    elif name == TAKES["run"]:
+        measure = partial(measure, run, cases)
     with only_one(Path(tempfile.gettempdir()) / "everlong-bench.lock"):
         rows = measure()
     console.print(_table(rows))

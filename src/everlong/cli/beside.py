@@ -52,7 +52,10 @@ def ranges_text(numbers: Sequence[int]) -> str:
 def beside_run(config: RunConfig, folder: RunFolder, scratch: Path) -> tuple[RunFolder, RunConfig]:
     """A folder with a lock of its own, whose cell reads the run's store."""
     store = folder.absolute_store_url(config)
-    settings = config.model_copy(update={"weights": config.weights.model_copy(update={"store": store})})
+    trainer = config.trainer.model_copy(update={"ranks": 1})  # nothing is trained here
+    settings = config.model_copy(
+        update={"weights": config.weights.model_copy(update={"store": store}), "trainer": trainer}
+    )
     aside = RunFolder(scratch)
     aside.create(settings, folder.read_origin())
     return aside, settings

@@ -19,9 +19,19 @@ from everlong.contracts.ports import Engine, ObjectStore, Trainer
 from everlong.contracts.records import GenerateRequest
 from everlong.engines.config import EmbeddedConfig, PoolConfig, VllmConfig
 from everlong.models.adapter_config import LoraConfig
-from everlong.models.config import FolderModel, HubModel, ModelConfig, ScriptedModel, Smollm2Model, ToyModel
+from everlong.models.config import (
+    FolderModel,
+    HubModel,
+    ModelConfig,
+    ScriptedModel,
+    Smollm2Model,
+    ToyModel,
+    ToyMoeModel,
+)
+from everlong.models.moe.config import MoeConfig
 from everlong.models.source import ModelSource, find_model
 from everlong.orchestrator.cells.worker import Cell
+from everlong.orchestrator.config import AsyncConfig
 from everlong.rollouts.renderers.chatml import Renderer
 from everlong.storage import open_store
 from everlong.trajectories.credit import GaeConfig
@@ -29,16 +39,19 @@ from everlong.weights import WeightPublisher, WeightReader
 
 if TYPE_CHECKING:
     from everlong.models.llama.model import Llama
+    from everlong.trainer.ranks.ranks import Ranks
+    from everlong.trainer.trainer import PolicyTrainer
 
 FACTORY = "everlong.cli.cell:build_cell"
 ENGINE_FACTORY = "everlong.cli.cell:build_engine_cell"
 TRAINER_FACTORY = "everlong.cli.cell:build_trainer_cell"
+RANK_FACTORY = "everlong.cli.cell:build_rank"
 
 
 def build_cell(config_path: str) -> Cell:
     """The cell of the run whose resolved config lies at this path."""
     making = _Making.of(config_path)
-    making.prepare(share=1)
+    making.prepare(making.share)
     lease = asyncio.Lock()
     return Cell(making.engine(lease), making.trainer(lease))
 
@@ -46,15 +59,22 @@ def build_cell(config_path: str) -> Cell:
 def build_engine_cell(config_path: str) -> Cell:
     """Of a run that samples while it trains; it computes on half of the machine."""
     making = _Making.of(config_path)
-    making.prepare(share=2)
+    making.prepare(making.share)
     return Cell(making.engine(asyncio.Lock()), None)
 
 
 def build_trainer_cell(config_path: str) -> Cell:
     """Of a run that samples while it trains; it computes on the other half."""
     making = _Making.of(config_path)
-    making.prepare(share=2)
+    making.prepare(making.share)
     return Cell(None, making.trainer(asyncio.Lock()))
+
+
+def build_rank(config_path: str, ranks: Ranks) -> PolicyTrainer:
+    """The trainer of a rank beside the cell's own, with the threads that this has while it trains."""
+    making = _Making.of(config_path)
+    making.prepare(making.share_of_rank)
+    return making.policy_trainer(asyncio.Lock(), ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +113,7 @@ class _Making:
                 shape.num_heads,
                 shape.num_kv_heads,
                 adapter.rank if isinstance(adapter, LoraConfig) else None,
+                shape.num_experts if isinstance(shape, MoeConfig) else None,
             )
 
     def engine(self, lease: asyncio.Lock) -> Engine:
@@ -101,13 +122,46 @@ class _Making:
             return _scripted_engine(config, self.source, self.store)
         return _engine(config, self.source, self.store, self.folder, lease)
 
+    @property
+    def share_of_rank(self) -> int:
+        """By how many the machine's threads are divided for each rank of the trainer."""
+        return self.config.trainer.ranks * (2 if isinstance(self.config.schedule, AsyncConfig) else 1)
+
+    @property
+    def share(self) -> int:
+        """And for a cell. Where its engine must give the trainer's bits it computes with a rank's threads too."""
+        is_aligned = self.config.numerics == "aligned"
+        return self.share_of_rank // (1 if is_aligned else self.config.trainer.ranks)
+
     def trainer(self, lease: asyncio.Lock) -> Trainer:
-        config, publisher = self.config, WeightPublisher(self.store, self.config.weights.anchor_every)
+        config = self.config
         if isinstance(config.model, ScriptedModel):
-            return _scripted_trainer(self.store, publisher)
+            return _scripted_trainer(
+                self.store, WeightPublisher(self.store, config.weights.anchor_every, config.weights.keep)
+            )
+        from everlong.trainer.ranks.leader import start_ranks
+        from everlong.trainer.ranks.ranks import ALONE
+
+        if config.trainer.ranks == 1:
+            return self.policy_trainer(lease, ALONE)
+        ranks = start_ranks(RANK_FACTORY, str(self.folder.config.absolute()), config.trainer.ranks)
+        try:
+            trainer = self.policy_trainer(lease, ranks)
+            ranks.join()
+        except BaseException:
+            ranks.close()
+            raise
+        return trainer
+
+    def policy_trainer(self, lease: asyncio.Lock, ranks: Ranks) -> PolicyTrainer:
+        import torch
+
         from everlong.models.numerics import Numerics
         from everlong.trainer.trainer import PolicyTrainer
 
+        config, threads = self.config, None
+        if not ranks.rank and config.threads is None and self.share != self.share_of_rank:
+            threads = max(1, torch.get_num_threads() // ranks.size)
         network = _network(config, self.source, make_renderer(config).tokenizer.vocab_size)
         refuse_other_model(config, self.source, network, self.store)
         return PolicyTrainer(
@@ -116,14 +170,17 @@ class _Making:
             loss=config.loss,
             ratio=config.ratio,
             kl=config.kl,
+            replay=config.replay,
             critic=config.critic if isinstance(config.credit, GaeConfig) else None,
             optimizer=config.optimizer,
             numerics=Numerics(config.numerics),
             store=self.store,
-            publisher=publisher,
+            publisher=WeightPublisher(self.store, config.weights.anchor_every, config.weights.keep),
             seed=config.seed,
             lease=lease,
             companions=checkpoint_companions(self.source),
+            ranks=ranks,
+            threads=threads,
         )
 
 
@@ -216,12 +273,12 @@ def _network(config: RunConfig, source: ModelSource, vocab_size: int) -> Llama:
 
     from everlong.models.checkpoint import load_checkpoint
     from everlong.models.numerics import Numerics
-    from everlong.models.toy import build_toy
+    from everlong.models.toy import random_llama
 
     assert not isinstance(config.model, ScriptedModel)
     dtype, numerics = getattr(torch, config.model.dtype), Numerics(config.numerics)
-    if isinstance(config.model, ToyModel):
-        return build_toy(config.model.seed, dtype, numerics)
+    if isinstance(config.model, ToyModel | ToyMoeModel):
+        return random_llama(source.shape, config.model.seed, dtype, numerics)
     if source.build is not None:
         return source.build(source.shape, dtype, numerics)
     assert source.folder is not None

@@ -45,11 +45,16 @@ from everlong.storage import open_store
 def make_sampling(config: RunConfig, engine: Engine) -> Sampling:
     pause = Pause()
     renderer = make_renderer(config)
-    context = config.context(find_model(config.model).shape.max_positions)
+    shape = find_model(config.model).shape
+    context = config.context(shape.max_positions)
     return Sampling(
         engine=PausableEngine(engine, pause),
         renderer=renderer,
-        params=replace(config.sampling.params(renderer.stop_ids), kept_logprobs=config.ratio.score_centring),
+        params=replace(
+            config.sampling.params(renderer.stop_ids),
+            kept_logprobs=config.ratio.score_centring,
+            record=config.replay.recorded(shape.decisions),
+        ),
         run_seed=config.seed,
         limits=SessionLimits(max_turns=config.harness.max_turns, max_context=context),
         pause=pause,

@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from everlong.cli.ineffective import refuse_ineffective
+from everlong.cli.model_fits import refuse_misfit
 from everlong.contracts.config import Config
 from everlong.contracts.records import SamplingParams
 from everlong.engines.config import EmbeddedConfig, EngineConfig, VllmConfig, engines_of
@@ -19,8 +20,8 @@ from everlong.environments.grading.config import GradingConfig
 from everlong.environments.sandboxes.config import SandboxConfig
 from everlong.environments.tasks.config import TasksConfig
 from everlong.models.adapter_config import AdapterConfig, NoAdapter
-from everlong.models.config import ModelConfig, ScriptedModel, ToyModel
-from everlong.models.source import toy_config
+from everlong.models.config import ModelConfig, ToyModel
+from everlong.models.source import shape_built_by_code
 from everlong.orchestrator.config import RoundsConfig, ScheduleConfig, WarmupConfig, staleness_bound
 from everlong.rollouts.config import HarnessConfig
 from everlong.trainer.config import (
@@ -31,9 +32,12 @@ from everlong.trainer.config import (
     NoKl,
     OptimizerConfig,
     RatioConfig,
+    ReplayConfig,
     SapoConfig,
     TrainerConfig,
     check_effective,
+    check_projection,
+    check_replay,
     ignores_staleness,
     level_of,
 )
@@ -69,6 +73,9 @@ class WeightsConfig(Config):
     Each run needs one of its own."""
     anchor_every: int = Field(10, ge=1)
     """Every so many versions one is published whole, so that a late engine needs few deltas."""
+    keep: int | None = Field(None, ge=2)
+    """So many of the newest policy versions stay in the store, with what they are read from and those of checkpoints; None
+    keeps all."""
 
     @field_validator("store")
     @classmethod
@@ -113,6 +120,7 @@ class RunConfig(Config):
     packing: PackingConfig = PackingConfig()
     loss: LossConfig = SapoConfig()
     ratio: RatioConfig = RatioConfig()
+    replay: ReplayConfig = ReplayConfig()
     kl: KlConfig = NoKl()
     optimizer: OptimizerConfig = AdamWConfig()
     critic: CriticConfig = CriticConfig()
@@ -124,6 +132,8 @@ class RunConfig(Config):
     def _effective(self) -> RunConfig:
         if self.model.type != "scripted":
             check_effective(self.loss, self.ratio, self.trainer.updates_per_batch, self.kl)
+            check_projection(self.trainer, self.ratio)
+            check_replay(self.replay, self.trainer.updates_per_batch, self.kl)
             self._check_staleness()
         refuse_ineffective(self)
         self._check_engine()
@@ -225,8 +235,10 @@ class RunConfig(Config):
         """What must fit together across parts. Raises ValueError."""
         if not self.schedule.num_batches and not self.warmup.num_batches:
             raise ValueError("there is nothing to train: schedule.num_batches and warmup.num_batches are both 0")
-        if isinstance(self.model, (ToyModel, ScriptedModel)):  # a checkpoint's is known when it is opened
-            self.context(toy_config().max_positions)
+        shape = shape_built_by_code(self.model)  # a checkpoint's is known when it is opened
+        if shape is not None:
+            self.context(shape.max_positions)
+            refuse_misfit(self, shape)
         needed = self.credit.min_verdicts if isinstance(self.credit, GroupMeanConfig) else 1
         if self.schedule.num_batches and needed > self.schedule.group_size:
             raise ValueError(

@@ -31,6 +31,7 @@ UNUSED_BY_SCRIPTED = (
     "engine.prefix_cache",
     "loss",
     "ratio",
+    "replay",
     "kl",
     "optimizer",
     "critic",
@@ -118,7 +119,13 @@ def _rules(config: RunConfig) -> Iterator[Ineffective]:
     if isinstance(config.schedule, RoundsConfig) and config.schedule.batch_deadline_s is None:
         why = "with schedule.batch_deadline_s=None: leave it out, or set a deadline"
         yield Ineffective("schedule.on_deadline", "schedule.batch_deadline_s", why)
+    if config.replay.routes == "none" and config.model.type != "scripted":
+        why = "with replay.routes=none: leave it out, or set replay.routes"
+        yield Ineffective("replay.weights", "replay.routes", why)
     yield from _credit_rules(config)
+    if config.admission.max_branches == 1:
+        why = "with admission.max_branches=1, where no two branches share a token: leave it out, or admit more"
+        yield Ineffective("trainer.shared_prefix", "admission.max_branches", why)
     if not config.warmup.num_batches:
         for path in ("warmup.traces_per_batch", "warmup.num_tasks", "optimizer.supervised_learning_rate"):
             why = "with warmup.num_batches=0: leave it out, or set warmup.num_batches"

@@ -185,7 +185,14 @@ def report(run: Path) -> None:
 
 
 @app.command
-def bench(name: str = "", *, json: Path | None = None, store: str | None = None) -> None:
+def bench(
+    name: str = "",
+    *,
+    json: Path | None = None,
+    store: str | None = None,
+    run: Path | None = None,
+    case: Names = (),
+) -> None:
     """Measure a part against a reference in the same run and print a table.
 
     Parameters
@@ -196,10 +203,14 @@ def bench(name: str = "", *, json: Path | None = None, store: str | None = None)
         Write the figures to this file.
     store
         Of weights: URL of a store that is measured against a folder, for example s3://bucket/path.
+    run
+        Of delta: folder of a run whose newest policies are measured, as the case real.
+    case
+        Of delta: real, synthetic-1, synthetic-2, synthetic-8, synthetic-30 or pause; none measures all, real where a run is given.
     """
     from everlong.cli.bench import bench_command
 
-    bench_command(name, json, store)
+    bench_command(name, json, store, run, case)
 
 
 @tasks_app.command(name="make")

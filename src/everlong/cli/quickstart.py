@@ -11,7 +11,7 @@ from everlong.cli.run_folder import RunFolder
 from everlong.contracts.records import Record
 from everlong.environments.tasks.config import TasksConfig
 from everlong.environments.tasks.terminal.generate import Split, make_terminal
-from everlong.models.config import ModelConfig, ScriptedModel, Smollm2Model, ToyModel
+from everlong.models.config import ModelConfig, ScriptedModel, Smollm2Model, ToyModel, ToyMoeModel
 from everlong.observe import SILENT, Stages
 from everlong.orchestrator.config import RoundsConfig, WarmupConfig
 from everlong.rollouts.config import HarnessConfig
@@ -48,13 +48,13 @@ LANGUAGE_TASKS = QuickstartTasks(
 
 
 def quickstart_config(model_type: str = "smollm2") -> RunConfig:
-    """Of "toy" and "scripted" the toy's, of every other `model.type` the language model's; the model itself is to be set.
+    """Of "toy", "toy-moe" and "scripted" the toy's, of every other `model.type` the language model's; the model itself is to be set.
 
     Both warm-ups stop early, so that trying finds successes and failures, and learn at a higher rate than RL: imitation says
     which token was right, a reward only whether all of them were.
     """
     output = _free_folder()
-    if model_type in ("toy", "scripted"):
+    if model_type in ("toy", "toy-moe", "scripted"):
         return RunConfig(
             output=output,
             model=ToyModel(),
@@ -63,7 +63,7 @@ def quickstart_config(model_type: str = "smollm2") -> RunConfig:
             sampling=SamplingConfig(max_tokens=64),
             warmup=WarmupConfig(num_batches=210, traces_per_batch=64),
             schedule=RoundsConfig(num_batches=24, groups_per_batch=16, group_size=8, eval_every=8, checkpoint_every=10),
-            optimizer=AdamWConfig(learning_rate=3e-4, supervised_learning_rate=2e-3, warmup_batches=20),
+            optimizer=AdamWConfig(learning_rate=3e-4, supervised_learning_rate=2e-3, warmup_steps=20),
         )
     return RunConfig(
         output=output,
@@ -119,7 +119,7 @@ def prepare_quickstart(config: RunConfig, folder: RunFolder, stages: Stages = SI
 
 
 def tasks_for(model: ModelConfig) -> QuickstartTasks:
-    return TOY_TASKS if isinstance(model, (ToyModel, ScriptedModel)) else LANGUAGE_TASKS
+    return TOY_TASKS if isinstance(model, (ToyModel, ToyMoeModel, ScriptedModel)) else LANGUAGE_TASKS
 
 
 def _free_folder() -> Path:

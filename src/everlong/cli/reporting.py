@@ -14,7 +14,16 @@ from everlong.cli.run_folder import RunFolder
 from everlong.cli.untrained import num_rl_batches, untrained_lines
 from everlong.contracts.records import Episode, Purpose, Turn
 from everlong.ledger import EpisodeStore, EpisodeView, check_ledger, read_lifecycle
-from everlong.models.config import FolderModel, HubModel, ModelConfig, OwnModel, ScriptedModel, Smollm2Model, ToyModel
+from everlong.models.config import (
+    FolderModel,
+    HubModel,
+    ModelConfig,
+    OwnModel,
+    ScriptedModel,
+    Smollm2Model,
+    ToyModel,
+    ToyMoeModel,
+)
 from everlong.observe import (
     EpisodeText,
     Gain,
@@ -40,6 +49,8 @@ def _model(config: ModelConfig) -> str:
     match config:
         case ToyModel():
             return "llama of 1.5M parameters over bytes, from random weights"
+        case ToyMoeModel():
+            return f"llama with experts ({config.router} router) of 2M parameters over bytes, from random weights"
         case ScriptedModel():
             return "scripted answers, no weights"
         case Smollm2Model():

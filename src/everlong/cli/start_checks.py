@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from everlong.cli.config import RunConfig
+from everlong.cli.model_fits import refuse_misfit
 from everlong.cli.quickstart import make_tasks, tasks_to_make
 from everlong.cli.rendering import make_renderer
 from everlong.cli.run_folder import RunFolder
@@ -149,7 +150,9 @@ def _check_model(config: RunConfig, stages: Stages, *, dry: bool) -> None:
         return
     doing = "checking the model" if is_here else f"getting model {config.model.type}, once: it is kept for later runs"
     with stages.stage(doing):
-        config.context(find_model(config.model).shape.max_positions)
+        shape = find_model(config.model).shape
+        config.context(shape.max_positions)
+        refuse_misfit(config, shape)
         make_renderer(config)
 
 

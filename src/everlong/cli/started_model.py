@@ -15,7 +15,7 @@ from everlong.cli.config import RunConfig
 from everlong.contracts.errors import AlreadyExists, NotFound, StoreError
 from everlong.contracts.ports import ObjectStore
 from everlong.contracts.records import Record
-from everlong.models.config import FolderModel, HubModel, ModelConfig, OwnModel, ToyModel
+from everlong.models.config import FolderModel, HubModel, ModelConfig, OwnModel, ToyModel, ToyMoeModel
 from everlong.models.source import ModelSource
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def refuse_other_model(config: RunConfig, source: ModelSource, network: Llama, s
     known = _recorded(store)
     if known is None and not any(store.list(prefix) for prefix in _LATER):
         known = _record(store, found)
-    if known is None or (isinstance(config.model, ToyModel) and config.numerics == "fast"):
+    if known is None or (isinstance(config.model, ToyModel | ToyMoeModel) and config.numerics == "fast"):
         return
     pairs = [("its weights have the fingerprint", known.weights, found.weights)]
     for name in sorted(known.files.keys() | found.files.keys()):

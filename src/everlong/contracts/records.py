@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 import msgspec
 import numpy as np
 
+from everlong.contracts.decisions import Decisions
 from everlong.contracts.errors import Reason
 from everlong.contracts.tokens import TokenColumns
 
@@ -97,6 +98,8 @@ class SamplingParams(Record, frozen=True, kw_only=True):
     stop_strings: tuple[str, ...] = ()
     kept_logprobs: bool = False
     """Whether the sampler's logprob of every kept id is recorded beside the sampled one's."""
+    record: tuple[str, ...] = ()
+    """Names of the network's decisions that are recorded, of every token of prompt and answer."""
 
 
 class SamplingKey(Record, frozen=True, kw_only=True):
@@ -117,6 +120,8 @@ class GenerateRequest(Record, frozen=True, kw_only=True, eq=False):
     params: SamplingParams
     min_policy_version: int = 0
     """An engine that holds an older version refuses."""
+    num_known: int = 0
+    """How many of the prompt's first tokens the caller has in earlier turns, with their decisions: the reply leaves these out."""
 
 
 class FinishReason(StrEnum):
@@ -130,6 +135,8 @@ class GenerateReply(Record, frozen=True, kw_only=True, eq=False):
 
     request_id: str
     columns: TokenColumns
+    context: Decisions | None = None
+    """Of the prompt's tokens behind `num_known`, as many rows as these are; None where nothing was recorded."""
     finish_reason: FinishReason
     stop_match: int | str | None = None
     """The stop id or string that ended the turn."""
@@ -293,6 +300,8 @@ class MicroBatch(Record, frozen=True, kw_only=True, eq=False):
     columns: TokenColumns
     segments: tuple[Segment, ...]
     """They tile the columns without gap or overlap."""
+    pass_tokens: int | None = None
+    """Tokens that pass through a network at once: where there are more, they pass in parts, with the same gradients. None: all."""
 
     def positions(self) -> np.ndarray:
         """int32[T], the distance of each token from its root."""

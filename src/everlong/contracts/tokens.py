@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields
 import msgspec
 import numpy as np
 
+from everlong.contracts.decisions import Decisions
+
 # T tokens, K kept ids over all tokens
 
 NO_VERSION = -1
@@ -94,6 +96,10 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
         ids = np.concatenate([part.ids for part in parts])
         return KeptSets(ids=ids, offsets=np.concatenate(offsets), logprobs=logprobs)
 
+    @property
+    def size_bytes(self) -> int:
+        return self.ids.nbytes + self.offsets.nbytes + (0 if self.logprobs is None else self.logprobs.nbytes)
+
     def without_logprobs(self) -> KeptSets:
         return KeptSets(ids=self.ids, offsets=self.offsets)
 
@@ -123,18 +129,23 @@ class TokenColumns:
     returns: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     """float32[T], what a critic's value of the state before the token is pulled to; NaN where none learns from it, and everywhere
     where the stream is left out, as in records that are older than it."""
+    decisions: Decisions = field(default_factory=lambda: Decisions(num_tokens=0))
+    """What the network chose for the token before this one, as far as a run replays it; left out, nothing is recorded."""
 
     def __post_init__(self) -> None:
         if not len(self.engines) and len(self.ids):
             object.__setattr__(self, "engines", np.full(len(self.ids), NO_ENGINE, np.int16))
         if not len(self.returns) and len(self.ids):
             object.__setattr__(self, "returns", np.full(len(self.ids), np.nan, np.float32))
-        lengths = {name: len(getattr(self, name)) for name in (*STREAMS, "kept")}
+        if not len(self.decisions) and len(self.ids) and not self.decisions.rows:
+            object.__setattr__(self, "decisions", Decisions(num_tokens=len(self.ids)))
+        lengths = {name: len(getattr(self, name)) for name in (*STREAMS, "kept", "decisions")}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"every per-token stream needs the length of the ids, got {lengths}: refuse the record")
         for name, stream in STREAMS.items():
             if getattr(self, name).dtype != stream.dtype:
                 raise ValueError(f"stream {name} must be {stream.dtype}, got {getattr(self, name).dtype}")
+        self.decisions.check()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -142,9 +153,12 @@ class TokenColumns:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenColumns):
             return NotImplemented
+        if self.decisions.rows.keys() != other.decisions.rows.keys():
+            return False
         mine, theirs = (
             [getattr(columns, name) for name in STREAMS]
             + [columns.kept.ids, columns.kept.offsets, np.asarray(columns.kept.logprobs, np.float32)]
+            + [columns.decisions.rows[name] for name in self.decisions.rows]
             for columns in (self, other)
         )
         return all(a.shape == b.shape and a.tobytes() == b.tobytes() for a, b in zip(mine, theirs, strict=True))
@@ -156,11 +170,12 @@ class TokenColumns:
         return cls.context([])
 
     @classmethod
-    def context(cls, ids: Sequence[int] | np.ndarray) -> TokenColumns:
+    def context(cls, ids: Sequence[int] | np.ndarray, decisions: Decisions | None = None) -> TokenColumns:
         """Tokens the policy did not sample: prompts, tool output, turn separators. Never trained."""
         ids = np.asarray(ids, np.int32)
         columns = {name: np.full(len(ids), s.absent, s.dtype) for name, s in STREAMS.items() if name != "ids"}
-        return cls(ids=ids, kept=KeptSets.empty(len(ids)), **columns)
+        decisions = Decisions(num_tokens=len(ids)) if decisions is None else decisions
+        return cls(ids=ids, kept=KeptSets.empty(len(ids)), decisions=decisions, **columns)
 
     @classmethod
     def sampled_tokens(
@@ -171,6 +186,7 @@ class TokenColumns:
         version: int | Sequence[int] | np.ndarray,
         temperature: float = 1.0,
         kept: KeptSets | None = None,
+        decisions: Decisions | None = None,
     ) -> TokenColumns:
         """Tokens the policy sampled: trainable, with the logprob under which each was drawn.
 
@@ -193,6 +209,7 @@ class TokenColumns:
             temperatures=np.full(len(ids), temperature, np.float32),
             credit=np.full(len(ids), np.nan, np.float32),
             kept=kept,
+            decisions=Decisions(num_tokens=len(ids)) if decisions is None else decisions,
         )
         columns._check_kept()
         return columns
@@ -202,25 +219,27 @@ class TokenColumns:
         """Tokens to imitate: trainable but not sampled, so they have no logprob and no version."""
         return cls.context(ids).replace(trainable=np.ones(len(ids), bool))
 
-    def _check_kept(self) -> None:
+    def outside_kept(self) -> np.ndarray:
+        """int64[N]: the tokens whose recorded kept set does not hold their own id exactly once."""
         sizes = np.diff(self.kept.offsets)
         truncated = np.flatnonzero(sizes)
-        hits = np.repeat(self.ids, sizes) == self.kept.ids
         if not truncated.size:
-            return
-        found = np.add.reduceat(hits, self.kept.offsets[truncated])
-        if not np.all(found == 1):
-            token = int(truncated[np.flatnonzero(found != 1)[0]])
+            return truncated
+        hits = np.repeat(self.ids, sizes) == self.kept.ids
+        return truncated[np.add.reduceat(hits, self.kept.offsets[truncated]) != 1]
+
+    def _check_kept(self) -> None:
+        for token in self.outside_kept()[:1]:
             raise ValueError(f"kept set of token {token} lacks the sampled id {self.ids[token]}: refuse the record")
 
-    def replace(self, **streams: np.ndarray | KeptSets) -> TokenColumns:
+    def replace(self, **streams: np.ndarray | KeptSets | Decisions) -> TokenColumns:
         return TokenColumns(**{f.name: streams.get(f.name, getattr(self, f.name)) for f in fields(self)})
 
     def slice(self, start: int, stop: int) -> TokenColumns:
         start, stop, _ = slice(start, stop).indices(len(self))
         stop = max(start, stop)
         columns = {name: getattr(self, name)[start:stop] for name in STREAMS}
-        return TokenColumns(kept=self.kept.slice(start, stop), **columns)
+        return TokenColumns(kept=self.kept.slice(start, stop), decisions=self.decisions.slice(start, stop), **columns)
 
     def __add__(self, other: TokenColumns) -> TokenColumns:
         return TokenColumns.join([self, other])
@@ -230,7 +249,11 @@ class TokenColumns:
         if not parts:
             return TokenColumns.empty()
         columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in STREAMS}
-        return TokenColumns(kept=KeptSets.join([part.kept for part in parts]), **columns)
+        return TokenColumns(
+            kept=KeptSets.join([part.kept for part in parts]),
+            decisions=Decisions.join([part.decisions for part in parts]),
+            **columns,
+        )
 
     def freeze(self) -> TokenColumns:
         """The same tokens, trained nowhere: what a second branch carries of tokens that a first one trains."""

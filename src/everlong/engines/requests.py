@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from everlong.contracts.errors import StaleWeights
 from everlong.contracts.records import GenerateRequest, SamplingParams
 from everlong.contracts.tokens import NO_VERSION
 
 
-def check_request(request: GenerateRequest, *, vocab_size: int, context: int) -> int:
-    """Tokens the request may sample: `max_tokens`, less where the context has less room. Raises ValueError."""
+def check_request(request: GenerateRequest, *, vocab_size: int, context: int, decisions: Collection[str] = ()) -> int:
+    """Tokens the request may sample: `max_tokens`, less where the context has less room. `decisions` are those that the engine
+    can record. Raises ValueError."""
     ids, num_prompt = request.prompt_ids, len(request.prompt_ids)
     if not num_prompt:
         raise ValueError(f"request {request.request_id} has an empty prompt: give at least one token")
@@ -23,6 +25,13 @@ def check_request(request: GenerateRequest, *, vocab_size: int, context: int) ->
         wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
         raise ValueError(f"request {request.request_id} holds id {wrong}, the vocabulary is 0 to {vocab_size - 1}")
     _check_params(request.params, vocab_size)
+    if unknown := [name for name in request.params.record if name not in decisions]:
+        raise ValueError(
+            f"request {request.request_id} wants {', '.join(unknown)} recorded, and this engine records "
+            f"{', '.join(decisions) or 'no decisions'}: take a model and an engine that do, or set replay.routes to none"
+        )
+    if not 0 <= request.num_known <= num_prompt:
+        raise ValueError(f"request {request.request_id} says that {request.num_known} of {num_prompt} tokens are known")
     return min(request.params.max_tokens, context - num_prompt)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from everlong.models.head import processed_log_softmax
-from everlong.models.numerics import Numerics, linear
+from everlong.models.numerics import Numerics, linear, widened
 
 # R rows, M model width, K kept ids over all rows, U ids that some row keeps
 
@@ -70,7 +70,7 @@ class _Chunk(torch.autograd.Function):
         if not len(ids_U):
             ctx.nothing = True
             return hidden.new_zeros(len(hidden))
-        logits_RU = linear(hidden, head_weight[ids_U], numerics).float()
+        logits_RU = widened(linear(hidden, head_weight[ids_U], numerics))
         logprobs_RU = processed_log_softmax(logits_RU, temperature, keep_RU)
         logprobs_K = logprobs_RU[rows_K, places_K]
         coefficients_K = sampler_K.exp() * weigh(logprobs_K - sampler_K)

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from everlong.models.llama.config import LlamaConfig
+from everlong.models.families import read_shape
 from everlong.models.llama.lora import Adapters
 from everlong.models.llama.model import Llama
+from everlong.models.networks import empty_network
 from everlong.models.numerics import Numerics
 
 ADAPTER = "adapter"
@@ -73,9 +74,9 @@ def load_checkpoint(
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"expected a checkpoint folder with {name}, found none in {folder}")
-    config = LlamaConfig.from_hf(json.loads((folder / "config.json").read_text()), vocab_size=vocab_size)
+    config = read_shape(json.loads((folder / "config.json").read_text()), vocab_size=vocab_size)
     weights = load_file(folder / "model.safetensors")
     stored = next(iter(weights.values())).dtype
-    model = Llama(config, dtype=dtype or stored, numerics=numerics)
+    model = empty_network(config, dtype or stored, numerics)
     model.load_weights({name: weight.to(model.dtype) for name, weight in weights.items()})
     return model

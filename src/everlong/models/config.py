@@ -9,6 +9,7 @@ from pydantic import Field
 
 from everlong.contracts.config import Config
 from everlong.contracts.import_path import ImportPath
+from everlong.models.moe.config import Router
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -19,6 +20,20 @@ class ToyModel(Config):
     type: Literal["toy"] = "toy"
     seed: int = Field(0, ge=0)
     """Of the initial weights."""
+    dtype: Dtype = "float32"
+    """Of the weights that are published and that engines load; masters are float32 always."""
+
+
+class ToyMoeModel(Config):
+    """A seeded llama with experts of about 2M parameters over bytes, built by code; a token goes to two of eight in every layer."""
+
+    type: Literal["toy-moe"] = "toy-moe"
+    seed: int = Field(0, ge=0)
+    """Of the initial weights."""
+    router: Router = "softmax"
+    """Scores of the experts: a distribution over all, or by sigmoid a number for each."""
+    normalised: bool = True
+    """Whether the scores of the chosen experts are divided by their sum to become weights."""
     dtype: Dtype = "float32"
     """Of the weights that are published and that engines load; masters are float32 always."""
 
@@ -72,5 +87,6 @@ class OwnModel(Config):
 
 
 ModelConfig = Annotated[
-    ToyModel | ScriptedModel | Smollm2Model | FolderModel | HubModel | OwnModel, Field(discriminator="type")
+    ToyModel | ToyMoeModel | ScriptedModel | Smollm2Model | FolderModel | HubModel | OwnModel,
+    Field(discriminator="type"),
 ]

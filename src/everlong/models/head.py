@@ -6,19 +6,22 @@ kept set is decided once, at sampling, and replayed from the record ever after (
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from everlong.models.llama.config import LlamaConfig
-from everlong.models.numerics import Numerics, linear, steady
+from everlong.models.numerics import Numerics, linear, steady, widened
+from everlong.models.projection import Projection, zero_sum
 
 # T tokens, M model width, V padded vocabulary, K kept ids over all tokens
 
 
 def logits_of(hidden_TM: Tensor, head_weight_VM: Tensor, config: LlamaConfig, numerics: Numerics) -> Tensor:
     """float32 [T, V]; rows of the vocabulary that no token has are -inf."""
-    return hide_padding(linear(hidden_TM, head_weight_VM, numerics).float(), config)
+    return hide_padding(widened(linear(hidden_TM, head_weight_VM, numerics)), config)
 
 
 def hide_padding(logits_TV: Tensor, config: LlamaConfig) -> Tensor:
@@ -107,89 +110,138 @@ def token_logprobs(
     kept: tuple[Tensor, Tensor] | None,
     numerics: Numerics,
     chunk_tokens: int = 512,
+    projection: Projection = "none",
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each label, float32 [T], and the entropy of the tempered but untruncated distribution, detached, [T].
 
     Logits exist for `chunk_tokens` rows at a time, forward and backward: peak extra memory is chunk_tokens * V. `kept`
-    is (ids, offsets) of recorded kept sets. Raises ValueError where a set lacks its label.
+    is (ids, offsets) of recorded kept sets. `projection` is of the logit gradient, as the products of the backward pass take it:
+    they are in float32 then, since a cast to bfloat16 would bring the common part back. Raises ValueError where a set lacks its label.
     """
-    logprobs, entropies = [], []
-    for start in range(0, len(labels_T), chunk_tokens):
-        stop = min(start + chunk_tokens, len(labels_T))
-        rows = None
+    rows = _Rows(labels_T, temperature_T, kept)
+    return _Chunks.apply(hidden_TM, head_weight_VM, rows, config, numerics, chunk_tokens, projection)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    labels_T: Tensor
+    temperature_T: Tensor
+    kept: tuple[Tensor, Tensor] | None
+
+    def take(self, run: slice) -> _Rows:
+        kept = self.kept
         if kept is not None:
             ids, offsets = kept
-            rows = ids[offsets[start] : offsets[stop]], offsets[start : stop + 1] - offsets[start]
-        part = _Chunk.apply(
-            hidden_TM[start:stop], head_weight_VM, labels_T[start:stop], temperature_T[start:stop], rows, start, config,
-            numerics,
-        )  # fmt: skip
-        logprobs.append(part[0])
-        entropies.append(part[1])
-    if not logprobs:
-        empty = hidden_TM.new_zeros(0)
-        return empty, empty
-    return torch.cat(logprobs), torch.cat(entropies)
+            kept = ids[offsets[run.start] : offsets[run.stop]], offsets[run.start : run.stop + 1] - offsets[run.start]
+        return _Rows(self.labels_T[run], self.temperature_T[run], kept)
+
+    def keep_TV(self, vocab_rows: int) -> Tensor | None:
+        """None where no row has a set."""
+        return None if self.kept is None or not len(self.kept[0]) else keep_mask(*self.kept, vocab_rows=vocab_rows)
 
 
-class _Chunk(torch.autograd.Function):
-    """Logprobs and entropies of some rows. Backward computes their logits again, but of those ids alone that one of the rows
-    keeps: with recorded kept sets most of the vocabulary has no gradient."""
+class _Chunks(torch.autograd.Function):
+    """Logprobs and entropies, chunk by chunk. Backward computes a chunk's logits again, but of those ids alone that one of its rows
+    keeps: with recorded kept sets most of the vocabulary has no gradient. The weight's gradient is summed in place."""
 
     @staticmethod
     def forward(
         ctx,
         hidden: Tensor,
         head_weight: Tensor,
-        labels: Tensor,
-        temperature: Tensor,
-        kept: tuple[Tensor, Tensor] | None,
-        first_token: int,
+        rows: _Rows,
         config: LlamaConfig,
         numerics: Numerics,
+        chunk_tokens: int,
+        projection: Projection,
     ) -> tuple[Tensor, Tensor]:
-        logits = logits_of(hidden, head_weight, config, numerics)
-        keep = None
-        if kept is not None and len(kept[0]):
-            keep = keep_mask(*kept, vocab_rows=logits.shape[-1])
-            _check_labels(keep, labels, first_token)
-        processed = processed_log_softmax(logits, temperature, keep)
-        logprobs = processed.gather(-1, labels[:, None])[:, 0]
-        full = processed if keep is None else processed_log_softmax(logits, temperature, None)
-        # in place, since fresh memory for a chunk of logits costs as much as the arithmetic
-        entropy = full.exp().mul_(full.clamp_(min=-1e30)).sum(-1).neg_()
-        ctx.save_for_backward(hidden, head_weight, labels, temperature)
-        ctx.kept, ctx.config, ctx.numerics = kept, config, numerics
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        logprobs = widened(hidden[:0]).new_empty(len(hidden))
+        entropies = torch.empty_like(logprobs)
+        for run in _runs(len(hidden), chunk_tokens):
+            own = rows.take(run)
+            logits = logits_of(hidden[run], head_weight, config, numerics)
+            keep = own.keep_TV(logits.shape[-1])
+            if keep is not None:
+                _check_labels(keep, own.labels_T, run.start)
+            processed = processed_log_softmax(logits, own.temperature_T, keep)
+            logprobs[run] = processed.gather(-1, own.labels_T[:, None])[:, 0]
+            full = processed if keep is None else processed_log_softmax(logits, own.temperature_T, None)
+            # in place, since fresh memory for a chunk of logits costs as much as the arithmetic
+            entropies[run] = full.exp().mul_(full.clamp_(min=-1e30)).sum(-1).neg_()
+        ctx.save_for_backward(hidden, head_weight)
+        ctx.rows, ctx.config, ctx.numerics, ctx.chunk_tokens, ctx.projection = (
+            rows,
+            config,
+            numerics,
+            chunk_tokens,
+            projection,
+        )
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
 
     @staticmethod
     def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient_T = gradients[0]
-        hidden, head_weight, labels, temperature = ctx.saved_tensors
-        ids = _kept_somewhere(ctx.kept)
-        if ids is None:
-            weight, keep, places = head_weight, None, labels
-            if ctx.kept is not None and len(ctx.kept[0]):
-                keep = keep_mask(*ctx.kept, vocab_rows=len(weight))
-            logits = logits_of(hidden, weight, ctx.config, ctx.numerics)
-        else:
-            weight, places = head_weight[ids], torch.searchsorted(ids, labels)
-            keep = keep_mask(torch.searchsorted(ids, ctx.kept[0].long()), ctx.kept[1], vocab_rows=len(ids))
-            logits = linear(hidden, weight, ctx.numerics).float()
-        # d logprob / d logits = (one at the label, minus the distribution) / temperature
-        scale_T = gradient_T / temperature
-        d_logits = processed_log_softmax(logits, temperature, keep).exp_().mul_(-scale_T[:, None])
-        d_logits.scatter_add_(-1, places[:, None], scale_T[:, None])
-        dtype = torch.float32 if ctx.numerics is Numerics.ALIGNED else head_weight.dtype
-        d_logits = d_logits.to(dtype)
-        d_hidden = (d_logits @ weight.to(dtype)).to(hidden.dtype)
-        if not ctx.needs_input_grad[1]:
-            return d_hidden, *(None,) * 7
-        d_weight = (d_logits.T @ hidden.to(dtype)).to(head_weight.dtype)
+        hidden, head_weight = ctx.saved_tensors
+        d_hidden, d_weight = torch.empty_like(hidden), None
+        if ctx.needs_input_grad[1]:
+            d_weight = torch.zeros_like(head_weight, dtype=widened(head_weight[:0]).dtype)
+        for run in _runs(len(hidden), ctx.chunk_tokens):
+            d_hidden[run] = _chunk_backward(
+                gradients[0][run],
+                hidden[run],
+                head_weight,
+                d_weight,
+                ctx.rows.take(run),
+                ctx.config,
+                ctx.numerics,
+                ctx.projection,
+            )
+        return d_hidden, None if d_weight is None else d_weight.to(head_weight.dtype), *(None,) * 5
+
+
+def _chunk_backward(
+    gradient_T: Tensor,
+    hidden_TM: Tensor,
+    head_weight_VM: Tensor,
+    d_weight_VM: Tensor | None,
+    rows: _Rows,
+    config: LlamaConfig,
+    numerics: Numerics,
+    projection: Projection,
+) -> Tensor:
+    """The gradient of the hidden states; the weight's is added to `d_weight_VM`."""
+    ids = _kept_somewhere(rows.kept)
+    if ids is None:
+        weight, places = head_weight_VM, rows.labels_T
+        logits, keep = logits_of(hidden_TM, weight, config, numerics), rows.keep_TV(len(weight))
+        if keep is not None:
+            keep[:, config.vocab_size :] = False
+    else:
+        assert rows.kept is not None
+        weight, places = head_weight_VM[ids], torch.searchsorted(ids, rows.labels_T)
+        logits = widened(linear(hidden_TM, weight, numerics))
+        keep = keep_mask(torch.searchsorted(ids, rows.kept[0].long()), rows.kept[1], vocab_rows=len(ids))
+    # d logprob / d logits = (one at the label, minus the distribution) / temperature
+    scale_T = gradient_T / rows.temperature_T
+    d_logits = processed_log_softmax(logits, rows.temperature_T, keep).exp_().mul_(-scale_T[:, None])
+    d_logits.scatter_add_(-1, places[:, None], scale_T[:, None])
+    d_logits = zero_sum(d_logits, config.vocab_size if keep is None else keep, places, projection)
+    dtype = head_weight_VM.dtype
+    if numerics is Numerics.ALIGNED or projection != "none":
+        dtype = widened(head_weight_VM[:0]).dtype
+    d_logits, weight, hidden = d_logits.to(dtype), weight.to(dtype), hidden_TM.to(dtype)
+    if d_weight_VM is not None:
         if ids is not None:
-            d_weight = torch.zeros_like(head_weight).index_copy_(0, ids, d_weight)
-        return d_hidden, d_weight, *(None,) * 6
+            d_weight_VM[ids] += (d_logits.T @ hidden).to(d_weight_VM.dtype)
+        elif dtype is d_weight_VM.dtype:
+            d_weight_VM.addmm_(d_logits.T, hidden)
+        else:
+            d_weight_VM += d_logits.T @ hidden
+    return (d_logits @ weight).to(hidden_TM.dtype)
+
+
+def _runs(num_tokens: int, chunk_tokens: int) -> list[slice]:
+    return [slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)]
 
 
 def _kept_somewhere(kept: tuple[Tensor, Tensor] | None) -> Tensor | None:

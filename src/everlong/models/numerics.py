@@ -38,6 +38,11 @@ class NumericsUnavailable(ValueError):
     """This machine cannot make aligned numerics bit for bit."""
 
 
+def widened(x: Tensor) -> Tensor:
+    """In float32, in which what must not be rounded is kept; what is float64 stays so."""
+    return x if x.dtype is torch.float64 else x.float()
+
+
 def linear(x: Tensor, weight: Tensor, numerics: Numerics) -> Tensor:
     """x[T, K] times weight[N, K] transposed. Aligned: in float32, and a row's bits depend on that row alone."""
     if numerics is Numerics.FAST:
@@ -68,6 +73,13 @@ def tiled_attention(q_BQHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, q_positions_
     A query's bits depend on its own keys alone: not on its place among the queries, on B, Q or S, nor on what stands
     behind position p. Differentiable. Returns [B, Q, H, D] in float32.
     """
+    return tiled_attention_with_mass(q_BQHD, k_BSGD, v_BSGD, q_positions_BQ, scale)[0]
+
+
+def tiled_attention_with_mass(
+    q_BQHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, q_positions_BQ: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The same, and of each query the logarithm of the sum of its exponentials, [B, Q, H]."""
     batch, num_queries, heads, width = q_BQHD.shape
     groups = k_BSGD.shape[2]
     repeats = heads // groups
@@ -97,8 +109,12 @@ def tiled_attention(q_BQHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, q_positions_
         total = total * shrink + weights.sum(-1, keepdim=True)
         out = out * shrink + torch.bmm(weights, value)
         highest = new_highest
-    out = (out / total).view(batch, tiles, groups, repeats, QUERY_TILE, width).permute(0, 1, 4, 2, 3, 5)
-    return out.reshape(batch, tiles * QUERY_TILE, heads, width)[:, :num_queries]
+
+    def by_query(x: Tensor) -> Tensor:
+        x = x.view(batch, tiles, groups, repeats, QUERY_TILE, -1).permute(0, 1, 4, 2, 3, 5)
+        return x.reshape(batch, tiles * QUERY_TILE, heads, -1)[:, :num_queries]
+
+    return by_query(out / total), by_query(highest + total.log())[..., 0]
 
 
 def causal_mask(q_positions_BQ: Tensor, num_keys: int, query_heads_per_key_head: int, dtype: torch.dtype) -> Tensor:
@@ -149,8 +165,10 @@ def self_test(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     rank: int | None = None,
+    num_experts: int | None = None,
 ) -> None:
-    """Show on this machine that rows do not depend on their neighbours, for a model's own shapes; `rank` is of its adapters.
+    """Show on this machine that rows do not depend on their neighbours, for a model's own shapes; `rank` is of its adapters, and
+    `intermediate_size` of each of its experts, where it has some.
 
     Holds for the number of threads it ran with. Raises NumericsUnavailable with the operation that failed.
     """
@@ -161,6 +179,8 @@ def self_test(
         *((hidden_size, outer) for outer in (q_size, kv_size, intermediate_size, vocab_size)),
         *((inner, hidden_size) for inner in (q_size, intermediate_size)),
     }
+    if num_experts is not None:
+        shapes.add((hidden_size, num_experts))
     if rank is not None:
         shapes |= {(inner, rank) for inner, _ in shapes} | {(rank, outer) for _, outer in shapes}
     for inner, outer in sorted(shapes):
@@ -172,6 +192,8 @@ def self_test(
             _require(torch.equal(part, whole[first : first + count]), f"a {inner}x{outer} product of {count} rows")
     _test_attention(head_dim, num_heads, num_kv_heads, generator)
     _test_rows(rows[:272])
+    if num_experts is not None:
+        _test_router(rows[:272, :num_experts].contiguous())
 
 
 def _test_attention(head_dim: int, num_heads: int, num_kv_heads: int, generator: torch.Generator) -> None:
@@ -198,6 +220,18 @@ def _test_rows(rows: Tensor) -> None:
         whole = function(rows)
         for first, count in ((0, 1), (5, 3), (2, 64)):
             _require(torch.equal(function(rows[first : first + count]), whole[first : first + count]), name)
+
+
+def _test_router(logits: Tensor) -> None:
+    for name, function in (
+        ("choice of experts", lambda x: x.sort(dim=-1, descending=True, stable=True).indices),
+        ("softmax over experts", lambda x: x.softmax(-1)),
+        ("softmax over two experts", lambda x: x[:, :2].softmax(-1)),
+        ("sigmoid of experts", lambda x: steady(torch.sigmoid, x[:, :2])),
+    ):
+        whole = function(logits)
+        for first, count in ((0, 1), (5, 3), (2, 64)):
+            _require(torch.equal(function(logits[first : first + count]), whole[first : first + count]), name)
 
 
 def _require(equal: bool, what: str) -> None:

@@ -10,8 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everlong.contracts.import_path import call_named, load_named
-from everlong.models.config import FolderModel, HubModel, ModelConfig, OwnModel, Smollm2Model
+from everlong.models.config import (
+    FolderModel,
+    HubModel,
+    ModelConfig,
+    OwnModel,
+    ScriptedModel,
+    Smollm2Model,
+    ToyModel,
+    ToyMoeModel,
+)
+from everlong.models.families import read_shape
 from everlong.models.llama.config import LlamaConfig
+from everlong.models.moe.config import MoeConfig
 from everlong.models.smollm2 import is_converted, smollm2_folder
 
 if TYPE_CHECKING:
@@ -51,15 +62,27 @@ def find_model(config: ModelConfig) -> ModelSource:
     """
     if isinstance(config, OwnModel):
         return _own_source(config.source)
+    shape = shape_built_by_code(config)
+    if shape is not None:
+        return ModelSource(shape, None)
     folder = _folder_of(config)
-    if folder is None:
-        return ModelSource(toy_config(), None)
     for name in CHECKPOINT_FILES:
         if not (folder / name).is_file():
             raise FileNotFoundError(
                 f"expected a checkpoint folder with {', '.join(CHECKPOINT_FILES)}, found no {name} in {folder}"
             )
-    return ModelSource(LlamaConfig.from_hf(json.loads((folder / "config.json").read_text())), folder)
+    return ModelSource(read_shape(json.loads((folder / "config.json").read_text())), folder)
+
+
+def shape_built_by_code(config: ModelConfig) -> LlamaConfig | None:
+    """Of our own toys, and of the scripted model, which has a toy's tokens; None where files or another's code say it."""
+    match config:
+        case ToyModel() | ScriptedModel():
+            return toy_config()
+        case ToyMoeModel():
+            return toy_moe_config(config)
+        case _:
+            return None
 
 
 def is_model_here(config: ModelConfig) -> bool:
@@ -94,7 +117,24 @@ def toy_config() -> LlamaConfig:
     )
 
 
-def _folder_of(config: ModelConfig) -> Path | None:
+def toy_moe_config(config: ToyMoeModel) -> MoeConfig:
+    """The toy's tokens and heads, two layers less, and eight experts of 88."""
+    return MoeConfig(
+        vocab_size=260,
+        padded_vocab_size=264,
+        hidden_size=128,
+        intermediate_size=88,
+        num_layers=6,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        max_positions=4096,
+        router=config.router,
+        normalised=config.normalised,
+    )
+
+
+def _folder_of(config: ModelConfig) -> Path:
     match config:
         case Smollm2Model():
             return smollm2_folder()
@@ -103,7 +143,7 @@ def _folder_of(config: ModelConfig) -> Path | None:
         case HubModel():
             return _snapshot(config)
         case _:
-            return None
+            raise AssertionError(f"model {config.type} is built by code")
 
 
 def _need_hub(config: HubModel) -> None:

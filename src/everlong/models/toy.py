@@ -1,4 +1,7 @@
-"""A seeded llama of about 1.5M parameters over bytes, built by code: small enough to train in minutes on two cores."""
+"""Seeded networks over bytes, built by code: small enough to train in minutes on two cores.
+
+The toy is a llama of about 1.5M parameters, its sister has experts and about 2M.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import torch
 
 from everlong.models.llama.config import LlamaConfig
 from everlong.models.llama.model import Llama
+from everlong.models.networks import empty_network
 from everlong.models.numerics import Numerics
 from everlong.models.source import toy_config
 
@@ -18,13 +22,14 @@ def build_toy(seed: int, dtype: torch.dtype = torch.float32, numerics: Numerics 
 def random_llama(
     config: LlamaConfig, seed: int, dtype: torch.dtype = torch.float32, numerics: Numerics = Numerics.FAST
 ) -> Llama:
-    """The same seed gives the same bits. Projections into the residual stream start smaller, by the depth (GPT-2)."""
-    model = Llama(config, dtype=dtype, numerics=numerics)
+    """Of any family. The same seed gives the same bits. Projections into the residual stream start smaller, by the depth (GPT-2)."""
+    model = empty_network(config, dtype, numerics)
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_weights().items():
         if name.endswith("norm.weight"):
             weight.fill_(1.0)
             continue
-        std = 0.02 / (2 * config.num_layers) ** 0.5 if "o_proj" in name or "down_proj" in name else 0.02
+        into_residual = any(part in name for part in ("o_proj", "down_proj", ".w2."))
+        std = 0.02 / (2 * config.num_layers) ** 0.5 if into_residual else 0.02
         weight.copy_(torch.randn(weight.shape, generator=generator) * std)
     return model

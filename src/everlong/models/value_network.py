@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from everlong.contracts.records import MicroBatch
 from everlong.models.llama.model import Llama
+from everlong.models.numerics import widened
+from everlong.models.tree_pass import read_states
 
 # T tokens, M model width
 
@@ -37,9 +41,14 @@ class ValueNetwork:
         self._weight_M.zero_()
         self._bias.fill_(self._initial)
 
+    def read(self, micro_batch: MicroBatch, tokens_R: np.ndarray) -> Tensor:
+        """float32 [R], of the states that the tokens lead to."""
+        weights = list(self.trained_weights().values())
+        return read_states(self.trunk, weights, micro_batch, tokens_R, lambda hidden, _: (self.values(hidden),))[0]
+
     def values(self, hidden_TM: Tensor) -> Tensor:
         """float32 [T], of the states that the trunk's hidden states stand for; a row depends on that row alone."""
-        raw_T = (hidden_TM.float() * self._weight_M).sum(-1) + self._bias
+        raw_T = (widened(hidden_TM) * self._weight_M).sum(-1) + self._bias
         if self._bounds is None:
             return raw_T
         low, high = self._bounds

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from everlong.contracts.config import Config
+from everlong.trainer.clamp_config import WITHOUT_CLAMP, ClampConfig
 from everlong.trainer.critic_config import BoundedHead, CriticConfig, LinearHead
 from everlong.trainer.kl_config import AnyKl, KlConfig, KlLoss, KlReward, NoKl
 from everlong.trainer.loss_config import (
@@ -21,6 +24,7 @@ from everlong.trainer.loss_config import (
     Reduction,
     ReinforceConfig,
     SapoConfig,
+    SharedPrefix,
     level_of,
 )
 from everlong.trainer.optimizer_config import AdamWConfig, AnyOptimizer, MuonConfig, OptimizerConfig
@@ -36,6 +40,7 @@ from everlong.trainer.ratio_config import (
     TokenMask,
     TokenTruncation,
 )
+from everlong.trainer.replay_config import ReplayConfig, check_replay, check_routers
 
 __all__ = [
     "AdamWConfig",
@@ -68,6 +73,7 @@ __all__ = [
     "RatioConfig",
     "Reduction",
     "ReinforceConfig",
+    "ReplayConfig",
     "SapoConfig",
     "SequenceGeometric",
     "SequenceProduct",
@@ -75,6 +81,9 @@ __all__ = [
     "TokenTruncation",
     "TrainerConfig",
     "check_effective",
+    "check_projection",
+    "check_replay",
+    "check_routers",
     "ignores_staleness",
     "level_of",
 ]
@@ -83,10 +92,32 @@ __all__ = [
 class TrainerConfig(Config):
     updates_per_batch: int = Field(1, ge=1)
     """Optimiser steps over the same batch."""
+    shared_prefix: SharedPrefix = "once"
+    """What a token counts that several branches of an episode share. once: it trains on the branch that first holds it, and is a
+    constant in the ratios of the others (arXiv:2609.33848). sum_over_leaves: it trains on each of them, as if every branch were
+    a row of its own (arXiv:2511.00413)."""
     head_chunk_tokens: int = Field(128, ge=1)
     """Rows of logits that exist at a time; fewer need less memory."""
+    logit_projection: Literal["none", "mean", "exact_target"] = "none"
+    """What rounding leaves of the sum of a row's logit gradient, which is 0 in exact arithmetic, is taken out of it: spread over the
+    ids that can be sampled (mean, arXiv:2605.06152), or put where it is lost, at the label (exact_target). The head's backward
+    then multiplies in float32."""
     checkpoint_keep: int = Field(2, ge=1)
     """Newest checkpoints that stay in the store."""
+    gradient_clamp: ClampConfig = WITHOUT_CLAMP
+    """Whether the largest gradients are cut, in the backward pass or after it."""
+    ranks: int = Field(1, ge=1)
+    """Processes that share out the micro-batches and the optimiser's state of a batch, on this machine. It changes no update."""
+
+
+def check_projection(trainer: TrainerConfig, ratio: RatioConfig) -> None:
+    """Raises ValueError where a part of the logit gradient would not be projected."""
+    if trainer.logit_projection != "none" and ratio.score_centring:
+        raise ValueError(
+            f"trainer.logit_projection={trainer.logit_projection} acts on the gradient of each token's logprob, and "
+            "ratio.score_centring adds another to the same logits: set trainer.logit_projection to none, or "
+            "ratio.score_centring to false"
+        )
 
 
 def check_effective(loss: AnyLoss, ratio: RatioConfig, updates_per_batch: int, kl: AnyKl) -> None:

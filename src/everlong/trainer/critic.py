@@ -7,7 +7,7 @@ correction rejects. Sums are taken as the policy's: by micro-batch index in a fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,14 +16,15 @@ from torch import Tensor
 
 from everlong.contracts.records import MicroBatch
 from everlong.models.llama.model import Llama
+from everlong.models.numerics import widened
 from everlong.models.value_network import ValueNetwork
 from everlong.trainer.critic_config import BoundedHead, CriticConfig, critic_optimizer
-from everlong.trainer.gradient_sum import Gradient, GradientSum
+from everlong.trainer.gradient_sum import GradientSum
 from everlong.trainer.optimizer import MasterOptimizer, learning_rate
 from everlong.trainer.optimizer_config import AnyOptimizer
 from everlong.trainer.preparation import PreparedBatch
+from everlong.trainer.ranks.ranks import ALONE, OwnedGradient, Ranks
 from everlong.trainer.replay import predecessors
-from everlong.trainer.scoring import hidden_states
 from everlong.trainer.tally import Tally
 
 PREFIX = "critic/"
@@ -35,7 +36,7 @@ ROUNDING = 1e-6
 @dataclass(frozen=True, slots=True)
 class ValueGradient:
     loss: float
-    gradient: Gradient
+    gradient: OwnedGradient
     values: Tensor
     """float32 [P] over the whole batch, detached, at the weights that the gradient was taken at."""
 
@@ -51,14 +52,14 @@ class StateValues:
 class Critic:
     """Its first question or batch makes the policy's weights of that moment its trunk's, so that a warm-up comes before it."""
 
-    def __init__(self, policy: Llama, config: CriticConfig, optimizer: AnyOptimizer) -> None:
-        self._policy, self._config, head = policy, config, config.head
+    def __init__(self, policy: Llama, config: CriticConfig, optimizer: AnyOptimizer, ranks: Ranks = ALONE) -> None:
+        self._policy, self._config, self._ranks, head = policy, config, ranks, config.head
         if isinstance(head, BoundedHead):
             self.network = ValueNetwork(policy, bounds=(head.low, head.high))
         else:
             self.network = ValueNetwork(policy, initial=head.initial)
         self._optimizer_config = critic_optimizer(config, optimizer)
-        self._optimizer = MasterOptimizer(self.network, self._optimizer_config, "the critic's gradient")
+        self._optimizer = MasterOptimizer(self.network, self._optimizer_config, "the critic's gradient", ranks)
         self._started, self._num_batches = torch.zeros(()), torch.zeros(())
 
     @property
@@ -68,9 +69,9 @@ class Critic:
 
     @torch.no_grad()
     def score(self, micro_batch: MicroBatch) -> StateValues:
-        self._start()
+        self.begin()
         columns = micro_batch.columns
-        own = self.network.values(hidden_states(self.network.trunk, micro_batch)).numpy()
+        own = self.network.read(micro_batch, np.arange(len(columns))).numpy()
         previous = predecessors(micro_batch.segments, len(columns))
         asked = (columns.sampled | columns.trainable) & (previous >= 0)
         nothing = np.float32(np.nan)
@@ -95,11 +96,12 @@ class Critic:
 
     def train(self, batch: PreparedBatch, num_batches: int, tally: Tally) -> None:
         """The steps of a batch that was checked."""
-        self._start()
-        rate = learning_rate(self._optimizer_config, int(self._num_batches))
+        self.begin()
+        rate = 0.0
         for update in range(self._config.updates_per_batch):
+            rate = learning_rate(self._optimizer_config, self._optimizer.num_steps)
             with tally.seconds("critic"):
-                step = value_gradient(self.network, batch)
+                step = value_gradient(self.network, batch, self._ranks, self._optimizer.owners)
                 norm = self._optimizer.step(step.gradient, num_batches, rate)
             if not update:  # nothing has been learnt of this batch yet
                 _tally_values(step.values, batch.returns, tally)
@@ -110,7 +112,7 @@ class Critic:
         self._num_batches += 1
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that its next step depends on."""
+        """Everything that its next step depends on; over several ranks what is held here."""
         state = {"started": self._started, "num_batches": self._num_batches, **self._optimizer.state()}
         return {f"{PREFIX}{name}": value for name, value in state.items()}
 
@@ -129,34 +131,42 @@ class Critic:
         """As if it had never been asked."""
         self._started, self._num_batches = torch.zeros(()), torch.zeros(())
 
-    def _start(self) -> None:
+    def begin(self) -> None:
+        """Make the policy's present weights the trunk's, the first time."""
         if not self._started:
             self.network.start_from(self._policy)
             self._optimizer.reset()
             self._started = torch.ones(())
 
 
-def value_gradient(network: ValueNetwork, batch: PreparedBatch) -> ValueGradient:
+def value_gradient(
+    network: ValueNetwork, batch: PreparedBatch, ranks: Ranks = ALONE, owners: Sequence[int] = ()
+) -> ValueGradient:
     """Loss and gradient of the batch at the network's weights; it must hold a token that the policy sampled."""
-    gradients, loss, values = GradientSum(), 0.0, []
+    gradients, own = GradientSum(), list[tuple[float, Tensor]]()
     weights = network.trained_weights()
-    for index, prepared in enumerate(batch.micro_batches):
+    for index in ranks.share(len(batch.micro_batches)):
+        prepared = batch.micro_batches[index]
         if not len(prepared.policy_P):
             gradients.push(index, None)
             continue
-        hidden_TM = hidden_states(network.trunk, prepared.micro_batch)
-        values_P = network.values(hidden_TM[prepared.rows.predecessors_R[prepared.policy_P]])
+        values_P = network.read(prepared.micro_batch, prepared.rows.predecessors_R[prepared.policy_P].numpy())
         terms_P = (values_P - prepared.returns_P).square() / 2
         parts = torch.autograd.grad(terms_P.sum(), list(weights.values()), allow_unused=True)
         pairs = zip(weights.values(), parts, strict=True)
-        gradients.push(index, [torch.zeros_like(w).float() if part is None else part.float() for w, part in pairs])
-        loss += float(terms_P.detach().double().sum())
-        values.append(values_P.detach())
-    gradient = gradients.close(len(batch.micro_batches))
+        gradients.push(index, [widened(torch.zeros_like(w) if part is None else part) for w, part in pairs])
+        own.append((float(terms_P.detach().double().sum()), values_P.detach()))
+    present = [len(prepared.policy_P) > 0 for prepared in batch.micro_batches]
+    gradient = ranks.sum(gradients, present, owners, [weight.shape for weight in weights.values()])
     assert gradient is not None, "a batch without a sampled token teaches no critic"
     for part in gradient:
-        part.div_(batch.num_policy)
-    return ValueGradient(loss / batch.num_policy, gradient, torch.cat(values))
+        if part is not None:
+            part.div_(batch.num_policy)
+    computed = [each for found in ranks.gather(own) for each in found]
+    loss = 0.0
+    for part, _ in computed:
+        loss += part
+    return ValueGradient(loss / batch.num_policy, gradient, torch.cat([values for _, values in computed]))
 
 
 def _tally_values(values: Tensor, returns: Tensor, tally: Tally) -> None:

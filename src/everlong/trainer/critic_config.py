@@ -49,8 +49,8 @@ class CriticConfig(Config):
     """What makes a value of the last hidden state."""
     learning_rate: float = Field(5e-4, gt=0)
     """After the warm-up. Published critics learn 1.5 to 5 times as fast as their policies."""
-    warmup_batches: int = Field(0, ge=0)
-    """Batches over which the learning rate grows linearly from the critic's first."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of the critic over which its learning rate grows linearly from the first."""
     updates_per_batch: int = Field(2, ge=1)
     """Optimiser steps of the critic over each batch; the policy's are trainer.updates_per_batch."""
     pretrain_batches: int = Field(0, ge=0)
@@ -59,4 +59,4 @@ class CriticConfig(Config):
 
 def critic_optimizer(critic: CriticConfig, policy: AnyOptimizer) -> AdamWConfig:
     shared = {name: getattr(policy, name) for name in ("weight_decay", "beta1", "beta2", "eps", "max_grad_norm")}
-    return AdamWConfig(learning_rate=critic.learning_rate, warmup_batches=critic.warmup_batches, **shared)
+    return AdamWConfig(learning_rate=critic.learning_rate, warmup_steps=critic.warmup_steps, **shared)

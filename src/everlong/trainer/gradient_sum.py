@@ -19,9 +19,14 @@ class GradientSum:
         self._nodes: dict[tuple[int, int], Gradient | None] = {}
         self._num_pushed = 0
 
-    def push(self, index: int, gradient: Gradient | None) -> None:
-        level = 0
-        self._num_pushed += 1
+    @property
+    def nodes(self) -> dict[tuple[int, int], Gradient | None]:
+        """What has not yet met its sibling, by level and index: node (l, i) is the sum of the 2^l leaves from i 2^l on."""
+        return self._nodes
+
+    def push(self, index: int, gradient: Gradient | None, level: int = 0) -> None:
+        """`level`: of a node whose leaves another sum has added up already."""
+        self._num_pushed += 1 << level
         while (level, index ^ 1) in self._nodes:
             gradient = _add(self._nodes.pop((level, index ^ 1)), gradient)
             level, index = level + 1, index >> 1

@@ -10,6 +10,7 @@ from everlong.contracts.config import Config
 
 Reduction = Literal["token", "sequence", "group", "episode", "constant"]
 Level = Literal["token", "sequence", "sequence_token"]
+SharedPrefix = Literal["once", "sum_over_leaves"]
 
 
 class Averaged(Config):

@@ -23,30 +23,36 @@ RMS = 0.2
 
 
 def orthogonal(matrix_RC: Tensor, iterations: int) -> Tensor:
-    """Near U V^T of the matrix's singular value decomposition, float32 [R, C]; zeros stay zeros."""
+    """Near U V^T of the matrix's singular value decomposition, float32 [R, C]; zeros stay zeros.
+
+    Of a stack of matrices, [..., R, C], each is one of its own.
+    """
     wide = matrix_RC.float()
-    wide = wide / (torch.linalg.vector_norm(wide) + 1e-7)
-    tall = wide.shape[0] > wide.shape[1]
-    wide = wide.T if tall else wide
+    wide = wide / (torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True) + 1e-7)
+    tall = wide.shape[-2] > wide.shape[-1]
+    wide = wide.mT if tall else wide
     linear, cubic, quintic = COEFFICIENTS
     for _ in range(iterations):
-        gram = wide @ wide.T
+        gram = wide @ wide.mT
         wide = linear * wide + (cubic * gram + quintic * gram @ gram) @ wide
-    return wide.T if tall else wide
+    return wide.mT if tall else wide
 
 
 def muon_direction(matrix_RC: Tensor, block_rows: Sequence[int], iterations: int) -> Tensor:
     """Orthogonalised and scaled, each block of rows apart: projections fused into one matrix are not one map.
 
-    `block_rows` are the blocks' sizes from the top. Raises ValueError unless they add up to the rows.
+    `block_rows` are the blocks' sizes from the top. Stacked matrices (experts), [..., R, C], are cut alike and never mixed.
+    Raises ValueError unless the sizes add up to the rows.
     """
-    if sum(block_rows) != len(matrix_RC) or min(block_rows) < 1:
+    rows = matrix_RC.shape[-2]
+    if sum(block_rows) != rows or min(block_rows) < 1:
         raise ValueError(
-            f"blocks of {list(block_rows)} rows do not make a matrix of {len(matrix_RC)}: name the size of every projection "
+            f"blocks of {list(block_rows)} rows do not make a matrix of {rows}: name the size of every projection "
             "that is fused into it"
         )
-    blocks = matrix_RC.split(list(block_rows))
-    return torch.cat([RMS * max(block.shape) ** 0.5 * orthogonal(block, iterations) for block in blocks])
+    blocks = matrix_RC.split(list(block_rows), dim=-2)
+    scaled = [RMS * max(block.shape[-2:]) ** 0.5 * orthogonal(block, iterations) for block in blocks]
+    return torch.cat(scaled, dim=-2)
 
 
 @torch.no_grad()

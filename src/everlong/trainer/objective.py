@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 from everlong.models.centring import Weigh
+from everlong.models.projection import Projection
 from everlong.trainer.branches import Branches
 from everlong.trainer.corrections import correct, off_policy, token_weights
 from everlong.trainer.kl_config import WITHOUT_KL, AnyKl, KlLoss, KlReward, NoKl
-from everlong.trainer.loss_config import AnyLoss, Level, level_of
+from everlong.trainer.loss_config import AnyLoss, Level, SharedPrefix, level_of
 from everlong.trainer.losses import Tokens, surrogate
 from everlong.trainer.losses.kl import kl_terms
 from everlong.trainer.losses.terms import ratio_of
 from everlong.trainer.ratio_config import RatioConfig
 from everlong.trainer.tally import Tally
 
-# P trained tokens of a micro-batch that the policy sampled
+# P tokens of a micro-batch that the policy sampled, as its branches hold them; O of them train there
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,9 @@ class Objective:
     loss: AnyLoss
     ratio: RatioConfig
     kl: AnyKl = WITHOUT_KL
+    projection: Projection = "none"
+    """Of the logit gradient of every trained token."""
+    shared_prefix: SharedPrefix = "once"
 
     @property
     def level(self) -> Level:
@@ -76,29 +80,37 @@ class PolicyTokens:
     reference: Reference | None = None
     expected_P: Tensor | None = None
     """What the sampler expected of the weighted score, with its gradient; None where nobody asked."""
+    own_O: Tensor | None = None
+    """Which of them train; the others, which an earlier branch trains, are constants in what is measured of the whole branch.
+    None: all train."""
+
+    def own(self, values_P: Tensor) -> Tensor:
+        """Those of the tokens that train, [O]."""
+        return values_P if self.own_O is None else values_P[self.own_O]
 
 
 def policy_terms(tokens: PolicyTokens, objective: Objective, tally: Tally) -> Tensor:
-    """Un-normalised loss per token, [P]."""
+    """Un-normalised loss per token that trains, [O]."""
+    own = tokens.own
     base_P = tokens.behaviour_P if objective.ratio.base == "behaviour" else tokens.proximal_P
-    log_ratio_P = tokens.branches.at_level(tokens.logprobs_P - base_P, objective.level)
-    credit_P = _credit(tokens, objective.kl, tally)
-    terms = surrogate(Tokens(tokens.logprobs_P, log_ratio_P, credit_P), objective.loss)
+    log_ratio_O = own(tokens.branches.at_level(tokens.logprobs_P - base_P, objective.level))
+    credit_O = _credit(tokens, objective.kl, tally)
+    terms = surrogate(Tokens(own(tokens.logprobs_P), log_ratio_O, credit_O), objective.loss)
     if objective.loss.type != "reinforce":
-        ratio_P = ratio_of(log_ratio_P.detach())
-        tally.mean("ratio/mean", ratio_P)
-        tally.highest("ratio/max", ratio_P)
+        ratio_O = ratio_of(log_ratio_O.detach())
+        tally.mean("ratio/mean", ratio_O)
+        tally.highest("ratio/max", ratio_O)
         tally.mean("ratio/gated", 1 - terms.gate_T)
-    weights_P = _weights(tokens, objective, tally)
-    loss_P = terms.loss_T if weights_P is None else torch.where(weights_P > 0, weights_P * terms.loss_T, 0.0)
+    weights_O = _weights(tokens, objective, tally)
+    loss_O = terms.loss_T if weights_O is None else torch.where(weights_O > 0, weights_O * terms.loss_T, 0.0)
     if tokens.expected_P is not None:
         # of a rejected token too: what is expected counts all that might have been sampled
-        loss_P = loss_P + credit_P * tokens.expected_P
-    return loss_P + _kl_loss(tokens, objective.kl, tally)
+        loss_O = loss_O + credit_O * own(tokens.expected_P)
+    return loss_O + _kl_loss(tokens, objective.kl, tally)
 
 
 def _weights(tokens: PolicyTokens, objective: Objective, tally: Tally) -> Tensor | None:
-    """Detached, 0 where rejected; None where nothing is corrected."""
+    """[O], detached, 0 where rejected; None where nothing is corrected."""
     ratio = objective.ratio
     if ratio.correction.type == "none" and ratio.off_policy_drop is None:
         return None
@@ -110,23 +122,24 @@ def _weights(tokens: PolicyTokens, objective: Objective, tally: Tally) -> Tensor
         log_ratio_P = own_P - tokens.behaviour_P
         rejected["off_policy"] = off_policy(log_ratio_P, tokens.credit_P, tokens.branches, ratio.off_policy_drop)
         weights_P = torch.where(rejected["off_policy"], 0.0, weights_P)
-    tally.mean("correction/weight", weights_P)
-    tally.mean("correction/rejected", (weights_P == 0).float())
+    weights_O = tokens.own(weights_P)
+    tally.mean("correction/weight", weights_O)
+    tally.mean("correction/rejected", (weights_O == 0).float())
     for name, outside_P in rejected.items():
-        tally.mean(f"correction/rejected/{name}", outside_P.float())
-    return weights_P
+        tally.mean(f"correction/rejected/{name}", tokens.own(outside_P).float())
+    return weights_O
 
 
 def _credit(tokens: PolicyTokens, kl: AnyKl, tally: Tally) -> Tensor:
-    """Lowered, where the KL is a reward, by what the rest of the branch costs."""
+    """[O]; lowered, where the KL is a reward, by what the rest of the branch costs."""
     if not isinstance(kl, KlReward):
-        return tokens.credit_P
+        return tokens.own(tokens.credit_P)
     reference = tokens.reference
     assert reference is not None
     # the policy that is rewarded is that of the batch, whatever update this is
     cost_P = kl_terms(reference.start_P, reference.reference_P, torch.zeros_like(reference.start_P), kl.estimator)
-    tally.mean("kl", cost_P)
-    return tokens.credit_P - kl.coefficient * tokens.branches.to_go(cost_P)
+    tally.mean("kl", tokens.own(cost_P))
+    return tokens.own(tokens.credit_P - kl.coefficient * tokens.branches.to_go(cost_P))
 
 
 def _kl_loss(tokens: PolicyTokens, kl: AnyKl, tally: Tally) -> Tensor | float:
@@ -135,6 +148,6 @@ def _kl_loss(tokens: PolicyTokens, kl: AnyKl, tally: Tally) -> Tensor | float:
     reference = tokens.reference
     assert reference is not None
     to_sampler_P = tokens.logprobs_P - tokens.behaviour_P
-    estimate_P = kl_terms(reference.own_P, reference.reference_P, to_sampler_P, kl.estimator)
-    tally.mean("kl", estimate_P)
-    return kl.coefficient * estimate_P
+    estimate_O = tokens.own(kl_terms(reference.own_P, reference.reference_P, to_sampler_P, kl.estimator))
+    tally.mean("kl", estimate_O)
+    return kl.coefficient * estimate_O

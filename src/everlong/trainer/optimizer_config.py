@@ -24,8 +24,8 @@ class Stepped(Config):
     """Decay of the mean squared gradient."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the mean squared gradient."""
-    warmup_batches: int = Field(0, ge=0)
-    """Batches over which the learning rate grows linearly from the run's start."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimiser steps over which the learning rate grows linearly from the run's start; a batch makes trainer.updates_per_batch."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """The whole gradient is scaled down to this norm; None leaves it."""
 
@@ -48,6 +48,8 @@ class MuonConfig(Stepped):
     """Newton-Schulz steps towards the nearest orthogonal matrix."""
     per_head: bool = False
     """Orthogonalise the rows of each head's query, key and value projection apart."""
+    qk_clip: float | None = Field(None, gt=0)
+    """Highest attention logit that a head may reach; beyond it the step scales its queries and keys down. Kimi K2 takes 100."""
 
 
 AnyOptimizer = AdamWConfig | MuonConfig

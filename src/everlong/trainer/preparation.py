@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everlong.contracts.records import EpisodeShare, MicroBatch, TrainBatch
+from everlong.models.decisions import Replay
 from everlong.models.llama.config import LlamaConfig
 from everlong.trainer.branches import Branches
+from everlong.trainer.decided import replayed_rows
 from everlong.trainer.denominators import TokenOwners, weigh
 from everlong.trainer.objective import Objective
+from everlong.trainer.occurrences import Occurrences, each_once, on_every_branch
 from everlong.trainer.replay import (
     Rows,
     branch_of_token,
@@ -23,25 +26,48 @@ from everlong.trainer.replay import (
     trained_tokens,
 )
 
-# R trained rows of a micro-batch; P of them the policy sampled, S are supervised
+# R trained rows of a micro-batch, P of them the policy sampled
+# what counts on a branch: F sampled ones, O of them train there; S supervised ones
+
+
+@dataclass(frozen=True, slots=True)
+class OnBranches:
+    """What the policy sampled, as the branches hold it."""
+
+    policy_F: Tensor
+    """Which of the P rows it is."""
+    branches: Branches
+    """Of the F."""
+    own_O: Tensor | None
+    """Which of the F train, where the others are constants; None: all."""
+    weights_O: Tensor
+    """Of the reduction."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedMicroBatch:
     micro_batch: MicroBatch
     rows: Rows
-    weights_R: Tensor
-    """Of the reduction."""
     policy_P: Tensor
     """Which rows the policy sampled; the others are imitated."""
     supervised_S: Tensor
+    """Rows to imitate, on every branch on which they count."""
+    weights_S: Tensor
+    """Of the reduction."""
+    on_branches: OnBranches
     behaviour_P: Tensor
     """Logprobs at sampling."""
     credit_P: Tensor
     returns_P: Tensor
     """What a critic's values are pulled to; NaN where none learns."""
     branches: Branches
-    """Of the rows that the policy sampled."""
+    """Of the rows that the policy sampled, each on the branch that first holds it."""
+    replayed: Mapping[str, Tensor] = field(default_factory=dict)
+    """Decisions of the network that its passes take from elsewhere, by name; none where it makes its own."""
+
+    def replay(self) -> Replay | None:
+        """For the tokens to pass once."""
+        return Replay(self.replayed) if self.replayed else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +97,24 @@ class PreparedBatch:
         return Branches.join([micro_batch.branches for micro_batch in self.micro_batches])
 
 
-def prepare_batch(batch: TrainBatch, objective: Objective, model: LlamaConfig) -> PreparedBatch:
-    """Raises ValueError for a batch whose records or counts do not hold together, before anything is computed."""
+def prepare_batch(
+    batch: TrainBatch, objective: Objective, model: LlamaConfig, recorded: Collection[str] = ()
+) -> PreparedBatch:
+    """`recorded` decisions are replayed as the record has them. Raises ValueError for a batch whose records or counts do not hold
+    together, before anything is computed."""
     pieces = [_rows(index, micro_batch, model) for index, micro_batch in enumerate(batch.micro_batches)]
-    owners = _join([owners for _, owners in pieces])
-    _check_counts(batch, np.bincount(owners.episode_T, minlength=len(batch.episodes)))
+    trained = _join([owners for _, owners in pieces])
+    _check_counts(batch, np.bincount(trained.episode_T, minlength=len(batch.episodes)))
     loss = objective.loss
+    pairs = list(zip(batch.micro_batches, pieces, strict=True))
+    counted = [_occurrences(micro_batch, *piece, objective) for micro_batch, piece in pairs]
+    owners = _join([occurrences.training for occurrences in counted])
     weights, denominator = weigh(owners, batch.episodes, loss.reduction, loss.constant_length)
-    ends = np.cumsum([len(rows) for rows, _ in pieces], dtype=np.int64)
+    ends = np.cumsum([occurrences.trains_F.sum() for occurrences in counted], dtype=np.int64)
     parts = np.split(weights, ends)[:-1]  # what lies behind the last end is empty
     prepared = tuple(
-        _prepare(micro_batch, *piece, part)
-        for micro_batch, piece, part in zip(batch.micro_batches, pieces, parts, strict=True)
+        _prepare(micro_batch, *piece, occurrences, part, replayed_rows(index, micro_batch, model, recorded))
+        for index, ((micro_batch, piece), occurrences, part) in enumerate(zip(pairs, counted, parts, strict=True))
     )
     if objective.ratio.score_centring:
         _check_kept_logprobs(prepared)
@@ -90,7 +122,7 @@ def prepare_batch(batch: TrainBatch, objective: Objective, model: LlamaConfig) -
         _check_branches(batch.episodes, [own for _, own in pieces])
     if objective.level == "sequence":
         _check_credit(prepared)
-    return PreparedBatch(prepared, denominator, len(owners.episode_T))
+    return PreparedBatch(prepared, denominator, len(trained.episode_T))
 
 
 def _rows(index: int, micro_batch: MicroBatch, model: LlamaConfig) -> tuple[Rows, TokenOwners]:
@@ -107,22 +139,60 @@ def _rows(index: int, micro_batch: MicroBatch, model: LlamaConfig) -> tuple[Rows
     return rows, TokenOwners(owners[rows.tokens], branch_of_token(segments, num_tokens)[rows.tokens])
 
 
-def _prepare(micro_batch: MicroBatch, rows: Rows, owners: TokenOwners, weights: np.ndarray) -> PreparedMicroBatch:
+def _occurrences(micro_batch: MicroBatch, rows: Rows, owners: TokenOwners, objective: Objective) -> Occurrences:
+    if objective.shared_prefix == "sum_over_leaves":
+        return on_every_branch(micro_batch, rows, owners, trains=True)
+    if objective.of_branches:
+        return on_every_branch(micro_batch, rows, owners, trains=False)
+    return each_once(rows, owners)
+
+
+def _prepare(
+    micro_batch: MicroBatch,
+    rows: Rows,
+    owners: TokenOwners,
+    occurrences: Occurrences,
+    weights: np.ndarray,
+    replayed: Mapping[str, Tensor],
+) -> PreparedMicroBatch:
     columns, tokens = micro_batch.columns, rows.tokens
     sampled = columns.sampled[tokens]
-    keys = np.stack([owners.episode_T, owners.branch_T], 1)[sampled]
-    branches, index = np.unique(keys, axis=0, return_inverse=True)
+    sampled_F = sampled[occurrences.rows_F]
+    weights_F = np.zeros(len(sampled_F), np.float32)
+    weights_F[occurrences.trains_F] = weights
+    supervised_F = ~sampled_F & occurrences.trains_F
     return PreparedMicroBatch(
         micro_batch=micro_batch,
         rows=rows,
-        weights_R=torch.from_numpy(weights),
         policy_P=torch.from_numpy(np.flatnonzero(sampled)),
-        supervised_S=torch.from_numpy(np.flatnonzero(~sampled)),
+        supervised_S=torch.from_numpy(occurrences.rows_F[supervised_F]),
+        weights_S=torch.from_numpy(weights_F[supervised_F]),
+        on_branches=_on_branches(sampled, sampled_F, occurrences, weights_F),
         behaviour_P=torch.from_numpy(columns.logprobs[tokens][sampled]),
         credit_P=torch.from_numpy(columns.credit[tokens][sampled]),
         returns_P=torch.from_numpy(columns.returns[tokens][sampled]),
-        branches=Branches(torch.from_numpy(index.reshape(-1)), len(branches)),
+        branches=_branches(owners, sampled),
+        replayed=replayed,
     )
+
+
+def _on_branches(
+    sampled_R: np.ndarray, sampled_F: np.ndarray, occurrences: Occurrences, weights_F: np.ndarray
+) -> OnBranches:
+    place_R = np.cumsum(sampled_R) - 1
+    trains_F = occurrences.trains_F[sampled_F]
+    return OnBranches(
+        policy_F=torch.from_numpy(place_R[occurrences.rows_F[sampled_F]]),
+        branches=_branches(occurrences.owners, sampled_F),
+        own_O=None if trains_F.all() else torch.from_numpy(np.flatnonzero(trains_F)),
+        weights_O=torch.from_numpy(weights_F[sampled_F][trains_F]),
+    )
+
+
+def _branches(owners: TokenOwners, wanted: np.ndarray) -> Branches:
+    keys = np.stack([owners.episode_T, owners.branch_T], 1)[wanted]
+    branches, index = np.unique(keys, axis=0, return_inverse=True)
+    return Branches(torch.from_numpy(index.reshape(-1)), len(branches))
 
 
 def _join(owners: Sequence[TokenOwners]) -> TokenOwners:
@@ -171,8 +241,8 @@ def _keys(owners: TokenOwners) -> Iterator[tuple[int, int]]:
 
 def _check_credit(micro_batches: Sequence[PreparedMicroBatch]) -> None:
     for index, prepared in enumerate(micro_batches):
-        branches, credit_P = prepared.branches, prepared.credit_P
-        if not torch.equal(branches.spread(branches.means(credit_P), credit_P), credit_P):
+        branches, credit_F = prepared.on_branches.branches, prepared.credit_P[prepared.on_branches.policy_F]
+        if not torch.equal(branches.spread(branches.means(credit_F), credit_F), credit_F):
             raise ValueError(
                 f"credit differs within a branch of micro-batch {index}, and the ratio of a whole branch has one credit: take "
                 "loss gspo_token, or loss.level=sequence_token"

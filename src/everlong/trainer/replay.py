@@ -38,6 +38,25 @@ class Rows:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def take(self, places: np.ndarray) -> Rows:
+        """Some of the rows, int64[N] of them, in that order."""
+        if np.array_equal(places, np.arange(len(self))):
+            return self
+        index, kept, kept_logprobs = torch.from_numpy(places), self.kept, self.kept_logprobs_K
+        if kept is not None:
+            where, offsets = _kept_places(kept[1].numpy(), places)
+            ids = kept[0][torch.from_numpy(where)]
+            kept = (ids, torch.from_numpy(offsets)) if len(where) else None
+            kept_logprobs = None if kept_logprobs is None else kept_logprobs[torch.from_numpy(where)]
+        return Rows(
+            tokens=self.tokens[places],
+            predecessors_R=self.predecessors_R[index],
+            labels_R=self.labels_R[index],
+            temperatures_R=self.temperatures_R[index],
+            kept=kept,
+            kept_logprobs_K=kept_logprobs,
+        )
+
 
 def rows_of(micro_batch: MicroBatch, wanted_T: np.ndarray) -> Rows:
     """The wanted tokens that something predicts; the first token of a root has no logprob."""
@@ -110,19 +129,26 @@ def check_micro_batch(index: int, micro_batch: MicroBatch, model: LlamaConfig) -
             f"sampled token {bare[0]} of {name} has logprob {columns.logprobs[bare[0]]} and temperature "
             f"{columns.temperatures[bare[0]]}: both must be recorded at sampling, they are never filled in later"
         )
+    lacking = columns.outside_kept()
+    lacking = lacking[(columns.sampled & trained_tokens(columns))[lacking]]
+    if lacking.size:
+        raise ValueError(
+            f"kept set of token {lacking[0]} of {name} lacks the sampled id {columns.ids[lacking[0]]}: sets are recorded at "
+            "sampling and replayed as they are, so the record is of another token"
+        )
 
 
 def _kept_rows(kept: KeptSets, tokens: np.ndarray) -> tuple[Tensor, Tensor] | None:
-    places, offsets = _kept_places(kept, tokens)
+    places, offsets = _kept_places(kept.offsets, tokens)
     return (torch.from_numpy(kept.ids[places]), torch.from_numpy(offsets)) if len(places) else None
 
 
 def _kept_logprobs(kept: KeptSets, tokens: np.ndarray) -> Tensor | None:
-    return None if kept.logprobs is None else torch.from_numpy(kept.logprobs[_kept_places(kept, tokens)[0]])
+    return None if kept.logprobs is None else torch.from_numpy(kept.logprobs[_kept_places(kept.offsets, tokens)[0]])
 
 
-def _kept_places(kept: KeptSets, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the tokens' kept ids stand, and how they fall into rows."""
-    sizes = np.diff(kept.offsets)[tokens]
+def _kept_places(ends: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the tokens' kept ids stand, and how they fall into rows; `ends` are the offsets of all tokens."""
+    sizes = np.diff(ends)[tokens]
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-    return np.repeat(kept.offsets[tokens] - offsets[:-1], sizes) + np.arange(offsets[-1]), offsets
+    return np.repeat(ends[tokens] - offsets[:-1], sizes) + np.arange(offsets[-1]), offsets

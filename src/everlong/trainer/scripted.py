@@ -64,8 +64,7 @@ class ScriptedTrainer:
         return self._status()
 
     async def restore(self, num_batches: int | None = None) -> TrainerStatus:
-        saved = [int(key.rsplit("/", 1)[-1]) for key in self._store.list("checkpoints/")]
-        usable = [number for number in saved if num_batches is None or number <= num_batches]
+        usable = [number for number in self._saved() if num_batches is None or number <= num_batches]
         self._num_batches = max(usable, default=0)
         self._values = np.zeros(NUM_VALUES, np.float32)
         if usable:
@@ -84,6 +83,7 @@ class ScriptedTrainer:
     async def publish(self) -> PublishedVersion:
         weights = self._weights()
         published = self._publisher.publish(weights, self._published)
+        self._publisher.retire(published.version, self._saved)
         self._published = weights
         return published
 
@@ -101,6 +101,9 @@ class ScriptedTrainer:
         return TrainerStatus(
             num_batches=self._num_batches, policy_version=self._num_batches, fingerprint=fingerprint(self._weights())
         )
+
+    def _saved(self) -> list[int]:
+        return [int(key.rsplit("/", 1)[-1]) for key in self._store.list("checkpoints/")]
 
     @staticmethod
     def _key(num_batches: int) -> str:

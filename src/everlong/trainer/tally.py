@@ -34,6 +34,16 @@ class Tally:
     def total(self, name: str, value: float) -> None:
         self._totals[name] += value
 
+    def add(self, other: Tally) -> None:
+        """As if what was given to the other had been given to this one."""
+        for name, value in other._sums.items():
+            self._sums[name] += value
+            self._counts[name] += other._counts[name]
+        for name, value in other._totals.items():
+            self._totals[name] += value
+        for name, value in other._highest.items():
+            self._highest[name] = max(value, self._highest.get(name, float("-inf")))
+
     @contextmanager
     def seconds(self, phase: str) -> Generator[None]:
         started = time.perf_counter()

@@ -1,15 +1,16 @@
 """The trainer of one machine: owns masters, moments and the count of batches, and puts versions and checkpoints out.
 
-Heavy work runs in one thread of its own while it holds the compute lease, so that engine and trainer take turns.
+Heavy work runs in one thread of its own while it holds the compute lease, so that engine and trainer take turns. Over several
+ranks there is one such trainer in each process: the first is asked, the others follow what changes the weights.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ import torch
 from everlong.contracts.ports import ObjectStore
 from everlong.contracts.records import (
     EngineMismatch,
+    MicroBatch,
     PublishedVersion,
     Reconciled,
     ScoredColumns,
@@ -26,31 +28,41 @@ from everlong.contracts.records import (
     TrainReport,
 )
 from everlong.models.checkpoint import save_checkpoint
+from everlong.models.decisions import Replay
 from everlong.models.llama.model import Llama
 from everlong.models.numerics import Numerics
 from everlong.trainer.checkpoint import CheckpointManifest, CheckpointStore
+from everlong.trainer.clamp_config import HiddenClamp, WeightClamp
 from everlong.trainer.config import (
     AnyKl,
     AnyLoss,
     AnyOptimizer,
+    MuonConfig,
     NoKl,
     RatioConfig,
     TrainerConfig,
     check_effective,
+    check_projection,
     ignores_staleness,
 )
 from everlong.trainer.corrections import mismatch_by_engine, mismatch_metrics
 from everlong.trainer.critic import PREFIX, Critic
 from everlong.trainer.critic_config import CriticConfig
+from everlong.trainer.decided import replayed_rows
+from everlong.trainer.gradient_clamp import PREFIX as CLAMP_PREFIX
+from everlong.trainer.gradient_clamp import HiddenGradientClamp, clamp_weights
 from everlong.trainer.kl_config import WITHOUT_KL
 from everlong.trainer.objective import Objective
 from everlong.trainer.optimizer import MasterOptimizer, learning_rate
 from everlong.trainer.preparation import PreparedBatch, PreparedMicroBatch, prepare_batch
+from everlong.trainer.ranks.ranks import ALONE, Ranks
 from everlong.trainer.reference import ReferencePolicy
 from everlong.trainer.replay import check_micro_batch
+from everlong.trainer.replay_config import WITHOUT_REPLAY, ReplayConfig, check_replay, check_routers
 from everlong.trainer.scoring import score_micro_batch
-from everlong.trainer.step import BatchGradient, batch_gradient, deterministic, reference_logprobs
+from everlong.trainer.step import BatchGradient, batch_gradient, deterministic, reference_logprobs, with_own_decisions
 from everlong.trainer.tally import Tally
+from everlong.trainer.taps import HighestLogits, Taps, tapped
 from everlong.weights import RawTensor, WeightPublisher, WeightReader, WeightSet, fingerprint
 
 R = TypeVar("R")
@@ -74,26 +86,39 @@ class PolicyTrainer:
         lease: asyncio.Lock,
         kl: AnyKl = WITHOUT_KL,
         critic: CriticConfig | None = None,
+        replay: ReplayConfig = WITHOUT_REPLAY,
         companions: Mapping[str, bytes] | None = None,
+        ranks: Ranks = ALONE,
+        threads: int | None = None,
     ) -> None:
         """`seed` is the run's: a checkpoint of a run with another one is refused. `lease` is shared with the engine. `critic`:
         where credit is made of values; then every batch that a policy sampled must bring returns.
-        `companions` lie beside the weights in what is exported, by name: the tokenizer and its settings.
+        `companions` lie beside the weights in what is exported, by name: the tokenizer and its settings. `threads`: that the
+        trainer computes with, where they are not the process's.
 
-        Takes over the model. Raises ValueError where the loss could not change the gradient.
+        Takes over the model. Raises ValueError where the loss could not change the gradient, and for a replay of what the model
+        does not decide.
         """
         check_effective(loss, ratio, config.updates_per_batch, kl)
+        check_projection(config, ratio)
+        check_replay(replay, config.updates_per_batch, kl)
+        check_routers(replay, model.config.decisions, "the network")
         if numerics is not model.numerics:
             raise ValueError(
                 f"the model was built with numerics {model.numerics}, the trainer was asked for {numerics}"
             )
         self._model, self._config, self._optimizer_config = model, config, optimizer
-        self._objective = Objective(loss, ratio, kl)
+        self._objective = Objective(loss, ratio, kl, config.logit_projection, config.shared_prefix)
+        self._replay = replay
         self._reference = None if isinstance(kl, NoKl) else ReferencePolicy(model, store)
         # a copy, so that a run without checkpoint can start anew in a trainer that has trained
         self._initial = {name: weight.detach().clone() for name, weight in model.trained_weights().items()}
-        self._optimizer = MasterOptimizer(model, optimizer)
-        self._critic = None if critic is None else Critic(model, critic, optimizer)
+        self._ranks, self._threads = ranks, threads
+        self._optimizer = MasterOptimizer(model, optimizer, ranks=ranks)
+        self._critic = None if critic is None else Critic(model, critic, optimizer, ranks)
+        self._logit_bound = optimizer.qk_clip if isinstance(optimizer, MuonConfig) else None
+        clamp, layers = config.gradient_clamp, model.config.num_layers
+        self._clamp = HiddenGradientClamp(clamp, layers) if isinstance(clamp, HiddenClamp) else None
         self._checkpoints = CheckpointStore(store, config.checkpoint_keep)
         self._reader = WeightReader(store)
         self._publisher, self._seed, self._lease, self._companions = publisher, seed, lease, companions
@@ -132,15 +157,38 @@ class PolicyTrainer:
     async def close(self) -> None:
         """What runs is finished first; the trainer takes no more calls. Idempotent."""
         await asyncio.to_thread(self._thread.shutdown)
+        self._ranks.close()
 
     async def _run(self, work: Callable[[], R]) -> R:
         """Do the work in the trainer's thread under the lease, which a cancelled caller keeps until the thread is done."""
         async with self._lease:
-            future = asyncio.get_running_loop().run_in_executor(self._thread, work)
+            future = asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._in_threads(work))
             try:
                 return await asyncio.shield(future)
             finally:
                 await asyncio.wait([future])
+
+    def _in_threads(self, work: Callable[[], R]) -> R:
+        """With the trainer's number of threads; the lease keeps the engine, which has its own, away."""
+        if self._threads is None:
+            return work()
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            return work()
+        finally:
+            torch.set_num_threads(before)
+
+    def follow(self, name: str, argument: Any) -> None:
+        """What the first rank's trainer does with the others: `train`, `score`, `save`, `restore` or `reconcile`."""
+        work = {
+            "train": self._train,
+            "score": self._score,
+            "save": lambda _: self._state(),
+            "restore": self._restore_own,
+            "reconcile": lambda _: self._reconcile_own(),
+        }
+        work[name](argument)
 
     # In the thread ---------------------------------------------------------------------------------------------------
 
@@ -149,9 +197,13 @@ class PolicyTrainer:
             raise ValueError(
                 f"expected batch {self._num_batches}, got batch {batch.batch}: batches train once each and in order"
             )
-        prepared = prepare_batch(batch, self._objective, self._model.config)
+        prepared = prepare_batch(batch, self._objective, self._model.config, self._recorded)
         self._refuse_unweighed(prepared)
         self._refuse_untaught(prepared)
+        with self._ranks.together("train", batch):
+            return self._train_prepared(batch, prepared)
+
+    def _train_prepared(self, batch: TrainBatch, prepared: PreparedBatch) -> TrainReport:
         tally = Tally()
         tally.total("tokens/trained", prepared.num_trained)
         tally.total("tokens/packed", sum(len(micro_batch.columns) for micro_batch in batch.micro_batches))
@@ -181,16 +233,23 @@ class PolicyTrainer:
         """The optimiser's steps; returns what was measured of each engine of a pool before the first."""
         first: BatchGradient | None = None
         supervised = not any(len(micro_batch.policy_P) for micro_batch in batch.micro_batches)
+        if self._replay.routes == "recompute" and not supervised:
+            names = self._replay.names(self._model.config.decisions)
+            with tally.seconds("routes"), deterministic():
+                batch = with_own_decisions(self._model, batch, names, self._ranks)
         reference = None if supervised else self._ask_reference(batch, tally)
-        rate = learning_rate(self._optimizer_config, self._num_batches, supervised=supervised)
+        rate = 0.0
         for _ in range(num_updates):
-            with deterministic():
+            taps = Taps(self._clamp, self._logits_watch())
+            with deterministic(), tapped(self._model, taps):
                 step = batch_gradient(
                     self._model, batch, self._objective, None if first is None else first.starts,
-                    self._config.head_chunk_tokens, tally, reference,
+                    self._config.head_chunk_tokens, tally, reference, ranks=self._ranks,
+                    owners=self._optimizer.owners,
                 )  # fmt: skip
+            rate = learning_rate(self._optimizer_config, self._optimizer.num_steps, supervised=supervised)
             with tally.seconds("optimizer"):
-                norm = self._optimizer.step(step.gradient, self._num_batches, rate)
+                norm = self._step(step, taps, rate, tally)
             first = first or step
             tally.mean("loss", step.loss)
             tally.mean("grad_norm", norm)
@@ -206,12 +265,39 @@ class PolicyTrainer:
         began = np.concatenate([versions_at_begin(micro_batch) for micro_batch in batch.micro_batches])
         return mismatch_by_engine(mismatch, engines, self._num_batches - began)
 
+    @property
+    def _recorded(self) -> tuple[str, ...]:
+        """Decisions that are replayed as their record has them."""
+        return self._replay.recorded(self._model.config.decisions)
+
+    def _logits_watch(self) -> HighestLogits | None:
+        """Where attention logits are bounded."""
+        bounded = self._logit_bound is not None
+        return HighestLogits(self._model.config.num_layers, self._model.config.num_heads) if bounded else None
+
+    def _step(self, step: BatchGradient, taps: Taps, rate: float, tally: Tally) -> float:
+        """Clamp, clip and update; returns the gradient's norm before it was clipped."""
+        clamp, highest_LH = self._config.gradient_clamp, None
+        if isinstance(clamp, WeightClamp):
+            weights = self._model.trained_weights()
+            tally.total("clamp/clamped", clamp_weights(weights, step.gradient, clamp.share, self._ranks))
+        if taps.logits is not None and self._logit_bound is not None:
+            highest_LH = torch.stack(self._ranks.gather(taps.logits.highest_LH)).amax(0)
+            tally.highest("qk_clip/highest", highest_LH)
+            tally.mean("qk_clip/clipped", (highest_LH > self._logit_bound).float())
+        norm = self._optimizer.step(step.gradient, self._num_batches, rate, highest_LH)
+        if self._clamp is not None:
+            self._clamp.close_step(self._ranks, tally)
+        return norm
+
     def _ask_reference(self, batch: PreparedBatch, tally: Tally) -> tuple[torch.Tensor, ...] | None:
         if self._reference is None:
             return None
         chunk = self._config.head_chunk_tokens
         with tally.seconds("reference"), deterministic():
-            return self._reference.ask(lambda: reference_logprobs(self._model, batch, self._objective, chunk))
+            return self._reference.ask(
+                lambda: reference_logprobs(self._model, batch, self._objective, chunk, self._ranks)
+            )
 
     def _refuse_unweighed(self, batch: PreparedBatch) -> None:
         """Raises ValueError where tokens of an older policy would train as if the current one had sampled them."""
@@ -236,12 +322,21 @@ class PolicyTrainer:
     def _score(self, request: ScoreRequest) -> ScoredColumns:
         for index, micro_batch in enumerate(request.micro_batches):
             check_micro_batch(index, micro_batch, self._model.config)
+        asked = request.micro_batches if "logprobs" in request.wanted else ()
+        replays = [self._replay_of(index, micro_batch) for index, micro_batch in enumerate(asked)]
+        with self._ranks.together("score", request):
+            return self._score_checked(request, replays)
+
+    def _score_checked(self, request: ScoreRequest, replays: Sequence[Replay | None]) -> ScoredColumns:
         wanted, logprobs, values = request.wanted, None, None
+        parts, share = request.micro_batches, self._ranks.share(len(request.micro_batches))
         if "logprobs" in wanted:
             chunk = self._config.head_chunk_tokens
-            logprobs = tuple(score_micro_batch(self._model, part, chunk) for part in request.micro_batches)
+            found = [score_micro_batch(self._model, parts[i], chunk, replays[i]) for i in share]
+            logprobs = _joined(self._ranks.gather(found))
         if "values" in wanted and self._critic is not None:
-            values = [self._critic.score(micro_batch) for micro_batch in request.micro_batches]
+            self._critic.begin()
+            values = _joined(self._ranks.gather([self._critic.score(parts[i]) for i in share]))
         return ScoredColumns(
             logprobs=logprobs,
             values=None if values is None else tuple(part.before for part in values),
@@ -249,17 +344,35 @@ class PolicyTrainer:
             policy_version=self._num_batches,
         )
 
+    def _replay_of(self, index: int, micro_batch: MicroBatch) -> Replay | None:
+        rows = replayed_rows(index, micro_batch, self._model.config, self._recorded)
+        return Replay(rows) if rows else None
+
     def _save(self) -> TrainerStatus:
-        status = self._status()
-        state, critic = self._optimizer.state(), None
+        status, critic = self._status(), None
+        with self._ranks.together("save", None):
+            state = self._state()
         if self._critic is not None:
-            state |= self._critic.state()
             weights = self._critic.network.trained_weights()
             critic = fingerprint({name: _raw_of(weight.detach()) for name, weight in weights.items()})
         self._checkpoints.save(self._num_batches, self._seed, status.fingerprint, state, critic)
         return status
 
+    def _state(self) -> dict[str, torch.Tensor]:
+        """Everything that the next batch depends on, on the first of all ranks."""
+        state = self._optimizer.state()
+        if self._critic is not None:
+            state |= self._critic.state()
+        if self._clamp is not None:
+            state |= self._clamp.state()
+        return self._ranks.collect(state)
+
     def _restore(self, num_batches: int | None) -> TrainerStatus:
+        status = self._restore_own(num_batches)
+        with self._ranks.together("restore", num_batches):
+            return status
+
+    def _restore_own(self, num_batches: int | None) -> TrainerStatus:
         numbers = [n for n in self._checkpoints.numbers() if num_batches is None or n <= num_batches]
         if numbers:
             manifest, tensors = self._checkpoints.load(numbers[-1])
@@ -275,6 +388,8 @@ class PolicyTrainer:
             self._optimizer.reset()
             if self._critic is not None:
                 self._critic.reset()
+            if self._clamp is not None:
+                self._clamp.reset()
         self._num_batches = numbers[-1] if numbers else 0
         self._published = None
         return self._status()
@@ -284,6 +399,9 @@ class PolicyTrainer:
         if self._critic is not None:
             self._critic.load_state(of_critic)
             tensors = {name: tensor for name, tensor in tensors.items() if name not in of_critic}
+        if self._clamp is not None:
+            self._clamp.load_state(tensors)
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(CLAMP_PREFIX)}
         self._optimizer.load_state(tensors)
 
     def _refuse_other_weights(self, manifest: CheckpointManifest) -> None:
@@ -297,6 +415,11 @@ class PolicyTrainer:
             )
 
     def _reconcile(self) -> Reconciled:
+        reconciled = self._reconcile_own()
+        with self._ranks.together("reconcile", None):
+            return reconciled
+
+    def _reconcile_own(self) -> Reconciled:
         version, trained = self._num_batches, self._status().fingerprint
         if version not in self._reader.versions():
             return Reconciled(policy_version=version, trained=trained, published=None)
@@ -329,6 +452,7 @@ class PolicyTrainer:
         weights = weight_set(self._model, self._num_batches)
         base = self._published if self._published is None or self._published.version < weights.version else None
         published = self._publisher.publish(weights, base)
+        self._publisher.retire(published.version, self._checkpoints.numbers)
         self._published = weights
         return published
 
@@ -338,6 +462,11 @@ class PolicyTrainer:
             policy_version=self._num_batches,
             fingerprint=fingerprint(weight_set(self._model, self._num_batches)),
         )
+
+
+def _joined(found: list[list[R]]) -> tuple[R, ...]:
+    """What every rank has of its share, in the order of the micro-batches."""
+    return tuple(each for own in found for each in own)
 
 
 def weight_set(model: Llama, version: int) -> WeightSet:

@@ -1,8 +1,9 @@
 """From scored groups to the micro-batches of one optimiser step, with what groups and branches share kept as trees.
 
-A group's tree is packed whole where it fits; else its episodes are, each with the shared prompt again; else an episode's
-branches. A branch longer than the limit has a micro-batch of its own. What is packed again is context there, so every
-trained token is trained exactly once. The result depends on the groups and the seed, not on the order they come in.
+A group's tree is packed whole where it fits. Where it does not, the cheaper of two is done: the tree passes in parts, at the price of
+another forward pass, or its episodes are packed each for itself, with the shared prompt again. An episode is never split, so that
+every sampled token stands in one micro-batch with all that comes behind it; one that is larger than the limit passes in parts. The
+result depends on the groups and the seed, not on the order they come in.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from everlong.trajectories.staleness import staleness_stats
 
 NO_GROUP = -1
 """Group of a supervised trace."""
+PARTS_COST = 4 / 3
+"""Of a pass in parts, against one at once: two forward passes and a backward one, which takes twice as long as a forward one."""
 
 
 class PackingConfig(Config):
     micro_batch_tokens: int = Field(4096, ge=1)
-    """Tokens of one forward and backward pass; more need more memory. One branch that is longer is still packed, alone."""
+    """Tokens of one forward and backward pass; more need more memory. What is larger passes in parts, with the same gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +157,12 @@ def _stats(batch: TrainBatch, outcomes: Iterable[TokenOutcome], num_flat: int, l
     if num_packed:
         # Of the flat tokens, the share that sharing saves: POR in arXiv:2511.00413, negative where splits repeat more.
         values["packing/overlap_ratio"] = 1 - num_packed / num_flat
-        # Above 1 where a branch is longer than the limit.
+        # Above 1 where trees pass in parts.
         values["packing/fill"] = num_packed / (limit * len(batch.micro_batches))
+        # What is recorded of a token beside the streams that every token has.
+        columns = [micro_batch.columns for micro_batch in batch.micro_batches]
+        values["record/kept_bytes_per_token"] = sum(part.kept.size_bytes for part in columns) / num_packed
+        values["record/decision_bytes_per_token"] = sum(part.decisions.size_bytes for part in columns) / num_packed
     return values
 
 
@@ -176,7 +183,7 @@ class _Run:
     episode: int
     parts: list[TokenColumns]
     branch: int | None = None
-    """Of what trains here; None where nothing does."""
+    """Of what was sampled; None where nothing was."""
 
 
 class _Packer:
@@ -186,29 +193,34 @@ class _Packer:
         self._limit = limit
         self._trees: list[GroupTree] = []
         self._bins: list[_Bin] = []
-        self._homes: dict[tuple[int, int], int] = {}
-        """Tree and node of what was sampled, to the one micro-batch in which it trains."""
 
     def add(self, tree: GroupTree, ends_by_episode: Sequence[Sequence[int]]) -> None:
         """Take the paths that end in these nodes. The tree must be complete."""
         self._trees.append(tree)
-        branches = [[set(tree.path(end)) for end in ends] for ends in ends_by_episode]
-        for piece in self._pieces(branches):
+        episodes: list[set[int]] = [set().union(*(tree.path(end) for end in ends)) for ends in ends_by_episode]
+        for piece in self._pieces([episode for episode in episodes if episode]):
             self._place(piece)
 
     def micro_batches(self) -> tuple[MicroBatch, ...]:
-        return tuple(self._close(index) for index in range(len(self._bins)))
+        return tuple(self._close(bin) for bin in self._bins)
 
-    def _pieces(self, branches: Sequence[Sequence[set[int]]]) -> list[set[int]]:
-        """The largest parts of the newest tree that fit: all of it, else whole episodes, else their branches."""
-        episodes = [set().union(*paths) for paths in branches]
-        whole: set[int] = set().union(*episodes)
-        if self._size(whole) <= self._limit:
-            return [whole] if whole else []
-        pieces: list[set[int]] = []
-        for episode, paths in zip(episodes, branches, strict=True):
-            pieces += [episode] if self._size(episode) <= self._limit else paths
-        return pieces
+    def _pieces(self, episodes: list[set[int]]) -> list[set[int]]:
+        """The newest tree whole where it fits, or costs less in parts than its episodes would each for itself."""
+        whole = [set().union(*episodes)] if episodes else []
+        return whole if self._cost(whole) <= self._cost(episodes) else episodes
+
+    def _cost(self, pieces: Sequence[set[int]]) -> float:
+        """Tokens that must pass, as one pass at once counts them, were the pieces packed one after another."""
+        total, nodes = 0.0, set()
+        for piece in pieces:
+            if nodes and self._size(nodes | piece) > self._limit:
+                total, nodes = total + self._cost_of(nodes), set()
+            nodes = nodes | piece
+        return total + self._cost_of(nodes)
+
+    def _cost_of(self, nodes: set[int]) -> float:
+        size = self._size(nodes)
+        return size * PARTS_COST if size > self._limit else size
 
     def _size(self, nodes: set[int]) -> int:
         return sum(len(self._trees[-1].nodes[node].columns) for node in nodes)
@@ -225,40 +237,41 @@ class _Packer:
             self._bins.append(_Bin())
         self._bins[index].size += cost
         self._bins[index].nodes.setdefault(tree, set()).update(piece)
-        for node in piece:
-            self._homes.setdefault((tree, node), index)
 
-    def _close(self, index: int) -> MicroBatch:
+    def _close(self, bin: _Bin) -> MicroBatch:
         runs: list[_Run] = []
-        for tree, nodes in sorted(self._bins[index].nodes.items()):
-            self._append_runs(runs, index, tree, nodes)
+        for tree, nodes in sorted(bin.nodes.items()):
+            _append_runs(runs, self._trees[tree], nodes)
         lengths = [sum(map(len, run.parts)) for run in runs]
         starts = np.cumsum([0, *lengths])
         segments = (
             Segment(parent=run.parent, start=int(start), length=length, episode=run.episode, branch=run.branch or 0)
             for run, start, length in zip(runs, starts[:-1], lengths, strict=True)
         )
-        return MicroBatch(columns=TokenColumns.join([p for run in runs for p in run.parts]), segments=tuple(segments))
+        return MicroBatch(
+            columns=TokenColumns.join([part for run in runs for part in run.parts]),
+            segments=tuple(segments),
+            pass_tokens=self._limit if bin.size > self._limit else None,
+        )
 
-    def _append_runs(self, runs: list[_Run], index: int, tree_index: int, nodes: set[int]) -> None:
-        """One run per node, except that an only child of the same owner lengthens its parent's, unless both train and on
-        different branches."""
-        tree = self._trees[tree_index]
-        run_of = {-1: -1}
-        for number in tree.preorder():
-            if number not in nodes:
-                continue
-            node = tree.nodes[number]
-            trains_here = node.sampled and self._homes[tree_index, number] == index
-            columns = node.columns if trains_here else node.columns.freeze().with_credit(None)
-            parent = run_of[node.parent]
-            only_child = sum(child in nodes for child in tree.children(node.parent)) == 1
-            apart = trains_here and parent >= 0 and runs[parent].branch not in (None, node.branch)
-            if parent >= 0 and only_child and runs[parent].episode == node.owner and not apart:
-                runs[parent].parts.append(columns)
-                run_of[number] = parent
-            else:
-                runs.append(_Run(parent, node.owner, [columns]))
-                run_of[number] = len(runs) - 1
-            if trains_here:
-                runs[run_of[number]].branch = node.branch
+
+def _append_runs(runs: list[_Run], tree: GroupTree, nodes: set[int]) -> None:
+    """One run per node, except that an only child of the same owner lengthens its parent's, unless both were sampled on different
+    branches."""
+    run_of = {-1: -1}
+    for number in tree.preorder():
+        if number not in nodes:
+            continue
+        node = tree.nodes[number]
+        columns = node.columns if node.sampled else node.columns.freeze().with_credit(None)
+        parent = run_of[node.parent]
+        only_child = sum(child in nodes for child in tree.children(node.parent)) == 1
+        apart = node.sampled and parent >= 0 and runs[parent].branch not in (None, node.branch)
+        if parent >= 0 and only_child and runs[parent].episode == node.owner and not apart:
+            runs[parent].parts.append(columns)
+            run_of[number] = parent
+        else:
+            runs.append(_Run(parent, node.owner, [columns]))
+            run_of[number] = len(runs) - 1
+        if node.sampled:
+            runs[run_of[number]].branch = node.branch

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from everlong.contracts.decisions import Decisions
 from everlong.contracts.records import FinishReason, Turn
 from everlong.contracts.tokens import TokenColumns
 
@@ -45,9 +46,11 @@ class EpisodeTree:
         role: str = "main",
         continues: int = -1,
         malformed: bool = False,
+        decisions: Decisions | None = None,
     ) -> Turn:
         """Store one model call: `prompt_ids` int[P] are what the engine saw, `sampled` is what it answered.
 
+        `decisions` are of the prompt's tokens that the tree does not know yet (`num_known`); None where none are recorded.
         `continues` names the turn whose work goes on across a compaction; a fork fills it in by itself. A prompt of
         another role that shares only an opening with a stored turn (a sub-agent's first prompt) is no fork.
         Raises ValueError for an empty prompt, an unknown role or turn, and streams that cannot be what was sampled.
@@ -59,7 +62,7 @@ class EpisodeTree:
         turn = Turn(
             index=len(self._turns),
             parent=parent,
-            context=TokenColumns.context(prompt[self._end(parent) :]),
+            context=TokenColumns.context(prompt[self._end(parent) :], decisions),
             sampled=sampled,
             finish_reason=finish_reason,
             request_id=request_id,
@@ -70,6 +73,10 @@ class EpisodeTree:
         self._store(turn)
         self.num_forks += forks
         return turn
+
+    def num_known(self, prompt_ids: Sequence[int] | np.ndarray) -> int:
+        """How many of the prompt's first tokens are those of the stored path that it would continue."""
+        return self._end(max(self._deepest(_token_ids(prompt_ids))))
 
     def path(self, turn: Turn) -> list[int]:
         """Indices of the turns from the root to this one, with it."""

@@ -10,19 +10,31 @@ from everlong.contracts.errors import NotFound, StoreError
 from everlong.contracts.ports import ObjectStore
 from everlong.contracts.records import PublishedVersion, Record
 from everlong.weights.tensors import WeightDtype
+from everlong.weights.zstd import compress, decompress, is_compressed
 
 VERSIONS = "weights/versions/"
 SHARDS = "weights/shards/"
 FROZEN = "weights/frozen/"
+RETIRED = "weights/retired/"
+
+FORMAT = 2
+"""Of what is written. Format 1 knew no `Codec.SPARSE` and did not compress its manifests; it is read as well."""
+
+READ_FORMATS = (1, FORMAT)
+
+MANIFEST_BYTES = 1 << 30
+"""No manifest is larger: what claims to be is damaged, and must not take the memory."""
 
 
 class Codec(StrEnum):
     SAME = "same"
     """Bit for bit the base's tensor; no payload."""
+    SPARSE = "sparse"
+    """Positions and steps of the values that changed, by groups of old exponents."""
     DELTA = "delta"
-    """Gaps and steps of the values that changed."""
+    """Gaps and steps of the values that changed; in stores of format 1."""
     STEPS = "steps"
-    """A step for every value."""
+    """A step for every value; in stores of format 1."""
     FULL = "full"
 
 
@@ -75,7 +87,7 @@ class Manifest(Record, frozen=True, kw_only=True):
     tensors: tuple[TensorEntry, ...]
     frozen: str | None = None
     """Fingerprint of the frozen weights that these tensors stand on; None where there are none."""
-    format: int = 1
+    format: int = FORMAT
 
     @property
     def published(self) -> PublishedVersion:
@@ -119,8 +131,18 @@ def version_key(version: int) -> str:
     return f"{VERSIONS}{version:08d}"
 
 
+def retired_key(version: int) -> str:
+    """Names the shards of a version whose manifest is gone, until they are gone too."""
+    return f"{RETIRED}{version:08d}"
+
+
+def published_versions(store: ObjectStore) -> list[int]:
+    """Ascending, compared as numbers."""
+    return sorted(int(key.removeprefix(VERSIONS)) for key in store.list(VERSIONS))
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
-    return msgspec.json.encode(manifest)
+    return compress(msgspec.json.encode(manifest), checksum=True)
 
 
 def load_manifest(store: ObjectStore, version: int) -> Manifest | None:
@@ -130,14 +152,24 @@ def load_manifest(store: ObjectStore, version: int) -> Manifest | None:
     except NotFound:
         return None
     try:
-        manifest = msgspec.json.decode(raw, type=Manifest)
-    except msgspec.DecodeError as error:
+        raw = decompress(raw, MANIFEST_BYTES) if is_compressed(raw) else raw
+        head = msgspec.json.decode(raw, type=_Head)
+        manifest = msgspec.json.decode(raw, type=Manifest) if head.format in READ_FORMATS else None
+    except (msgspec.DecodeError, ValueError) as error:
         raise StoreError(
             f"manifest of version {version} is damaged ({error}): publish the version elsewhere"
         ) from error
-    if manifest.format != 1 or manifest.version != version:
+    if manifest is None or manifest.version != version:
         raise StoreError(
-            f"manifest {version_key(version)} says version {manifest.version}, format {manifest.format}; "
-            f"expected version {version}, format 1: it was written by another everlong or moved"
+            f"manifest {version_key(version)} says version {head.version}, format {head.format}; "
+            f"expected version {version}, format {' or '.join(map(str, READ_FORMATS))}: it was written by another everlong "
+            f"or moved"
         )
     return manifest
+
+
+class _Head(Record, frozen=True, kw_only=True):
+    """Of a manifest in any format."""
+
+    version: int
+    format: int = 1

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Protocol
 
 import blake3
 
 from everlong.contracts.errors import NotFound, StaleWeights, StoreError
 from everlong.contracts.ports import ObjectStore
 from everlong.contracts.records import PublishedVersion
-from everlong.weights.codec import apply_delta, apply_steps, decode_full
+from everlong.weights.first_format import apply_delta, apply_steps
+from everlong.weights.in_order import in_order, threads_for
 from everlong.weights.manifest import (
-    VERSIONS,
     Codec,
     Manifest,
     Shard,
     TensorEntry,
     load_frozen_manifest,
     load_manifest,
+    published_versions,
 )
-from everlong.weights.tensors import RawTensor, WeightSet, fingerprint, fingerprint_of
+from everlong.weights.sparse import apply_sparse
+from everlong.weights.tensors import RawTensor, WeightSet, checksums_of, fingerprint, fingerprint_of
+from everlong.weights.whole import decode_full
 
 
 class WeightReader:
@@ -33,7 +38,7 @@ class WeightReader:
 
     def versions(self) -> list[int]:
         """Every published version, ascending."""
-        return sorted(int(key.removeprefix(VERSIONS)) for key in self._store.list(VERSIONS))
+        return published_versions(self._store)
 
     def manifest(self, version: int) -> PublishedVersion:
         """Raises StaleWeights where the version is not published."""
@@ -80,8 +85,7 @@ class WeightReader:
         return chain[::-1]
 
     def _apply(self, manifest: Manifest, have: WeightSet | None, frozen: Mapping[str, RawTensor]) -> WeightSet:
-        shards = [self._fetch(shard, manifest.version) for shard in manifest.shards]
-        return apply_version(manifest, have, shards, frozen)
+        return apply_version(manifest, have, _Fetched(self, manifest.shards, manifest.version), frozen)
 
     def _frozen(self, manifest: Manifest, have: WeightSet | None) -> Mapping[str, RawTensor]:
         """What the version stands on: that of `have`, the very object, where it is the same, else out of the store."""
@@ -90,13 +94,17 @@ class WeightReader:
         if have is not None and fingerprint(have.frozen) == manifest.frozen:
             return have.frozen
         found = load_frozen_manifest(self._store, manifest.version, manifest.frozen)
-        shards = [self._fetch(shard, manifest.version) for shard in found.shards]
-        return {entry.name: _read_tensor(entry, None, shards, manifest.version) for entry in found.tensors}
+        return _read_tensors(found.tensors, None, _Fetched(self, found.shards, manifest.version), manifest.version)
 
-    def _fetch(self, shard: Shard, version: int) -> bytes:
+    def fetch(self, shard: Shard, version: int) -> bytes:
+        """Raises StaleWeights where the version was retired in the meantime, StoreError for a lost or damaged shard."""
         try:
             data = self._store.get(shard.key)
         except NotFound as error:
+            if load_manifest(self._store, version) is None:
+                raise StaleWeights(
+                    f"version {version} was retired while it was read: read the newest, which is {self.latest()}"
+                ) from error
             raise StoreError(
                 f"version {version} lost its shard {shard.key}: restore it, or publish an anchor"
             ) from error
@@ -111,25 +119,69 @@ class WeightReader:
 NOTHING: Mapping[str, RawTensor] = MappingProxyType({})
 
 
+class Shards(Protocol):
+    """The content of a version's shards, by their index in its manifest."""
+
+    def __getitem__(self, index: int, /) -> bytes: ...
+
+
+class _Fetched:
+    """Shards out of the store when they are asked for; the last one is held, since tensors ask in order."""
+
+    def __init__(self, reader: WeightReader, shards: tuple[Shard, ...], version: int) -> None:
+        self._reader, self._shards, self._version = reader, shards, version
+        self._held: tuple[int, bytes] | None = None
+
+    def __getitem__(self, index: int) -> bytes:
+        if self._held is None or self._held[0] != index:
+            self._held = None  # two of them need not be in memory
+            self._held = (index, self._reader.fetch(self._shards[index], self._version))
+        return self._held[1]
+
+
 def apply_version(
-    manifest: Manifest, have: WeightSet | None, shards: list[bytes], frozen: Mapping[str, RawTensor] = NOTHING
+    manifest: Manifest, have: WeightSet | None, shards: Shards, frozen: Mapping[str, RawTensor] = NOTHING
 ) -> WeightSet:
-    """The manifest's version from its base `have` (None for an anchor), the content of its shards and what it stands on; pure.
+    """The manifest's version from its base `have` (None for an anchor), the content of its shards and what it stands on.
 
     Raises StaleWeights when `have` is not the base, StoreError when what comes out is not what was published.
     """
     if manifest.base_version is not None and (have is None or have.version != manifest.base_version):
         raise StaleWeights(_needs_base(manifest, have) + _what_to_pull(manifest.base_version, have))
-    tensors = {entry.name: _read_tensor(entry, have, shards, manifest.version) for entry in manifest.tensors}
-    checksums = {name: tensor.checksum() for name, tensor in frozen.items()}
-    if fingerprint_of(checksums | {entry.name: entry.checksum for entry in manifest.tensors}) != manifest.fingerprint:
+    checksums = checksums_of(frozen) | {entry.name: entry.checksum for entry in manifest.tensors}
+    if fingerprint_of(checksums) != manifest.fingerprint:
         raise StoreError(f"manifest of version {manifest.version} contradicts its own fingerprint: it is damaged")
-    return WeightSet(manifest.version, tensors, frozen)
+    return WeightSet(manifest.version, _read_tensors(manifest.tensors, have, shards, manifest.version), frozen)
 
 
-def _read_tensor(entry: TensorEntry, have: WeightSet | None, shards: list[bytes], version: int) -> RawTensor:
+def _read_tensors(
+    entries: tuple[TensorEntry, ...], have: WeightSet | None, shards: Shards, version: int
+) -> dict[str, RawTensor]:
+    """Payloads are fetched here, one after the other, while threads apply and verify those before them."""
+    num_threads = threads_for(sum(math.prod(entry.shape) for entry in entries if entry.codec is not Codec.SAME))
+    read = in_order(
+        lambda asked: read_tensor(*asked, have, version),
+        ((entry, _payload(entry, shards, version)) for entry in entries),
+        num_threads,
+    )
+    return {entry.name: tensor for entry, tensor in zip(entries, read, strict=True)}
+
+
+def _payload(entry: TensorEntry, shards: Shards, version: int) -> memoryview:
+    if entry.codec is Codec.SAME:
+        return memoryview(b"")
     try:
-        tensor = _decode_tensor(entry, have, shards)
+        return memoryview(shards[entry.shard])[entry.offset : entry.offset + entry.size_bytes]
+    except IndexError as error:
+        raise StoreError(
+            f"tensor {entry.name} of version {version} lies in a shard that there is not: {entry.shard}"
+        ) from error
+
+
+def read_tensor(entry: TensorEntry, payload: memoryview, have: WeightSet | None, version: int) -> RawTensor:
+    """One tensor of the version, applied and verified; `have` is its base. Raises StoreError."""
+    try:
+        tensor = _decode_tensor(entry, payload, have)
     except (ValueError, LookupError) as error:
         raise StoreError(f"tensor {entry.name} of version {version} cannot be decoded: {error}") from error
     if tensor.checksum() != entry.checksum:
@@ -141,16 +193,20 @@ def _read_tensor(entry: TensorEntry, have: WeightSet | None, shards: list[bytes]
     return tensor
 
 
-def _decode_tensor(entry: TensorEntry, have: WeightSet | None, shards: list[bytes]) -> RawTensor:
-    payload = b"" if entry.codec is Codec.SAME else shards[entry.shard][entry.offset : entry.offset + entry.size_bytes]
+def _decode_tensor(entry: TensorEntry, payload: memoryview, have: WeightSet | None) -> RawTensor:
     if entry.codec is Codec.FULL:
         return RawTensor(entry.dtype, entry.shape, decode_full(payload, entry.dtype, entry.shape))
     if have is None or entry.name not in have.tensors:
         raise LookupError("its base is missing")
     old = have.tensors[entry.name]
-    if entry.codec is Codec.SAME:
-        return old
-    return apply_steps(old, payload) if entry.codec is Codec.STEPS else apply_delta(old, payload)
+    return old if entry.codec is Codec.SAME else _APPLY[entry.codec](old, payload)
+
+
+_APPLY: Mapping[Codec, Callable[[RawTensor, memoryview], RawTensor]] = {
+    Codec.SPARSE: apply_sparse,
+    Codec.DELTA: apply_delta,
+    Codec.STEPS: apply_steps,
+}
 
 
 def _needs_base(manifest: Manifest, have: WeightSet | None) -> str:

@@ -90,7 +90,11 @@ def fingerprint(weights: WeightSet | Mapping[str, RawTensor]) -> str:
     Of a set it covers all that a token is computed with, what is frozen included.
     """
     tensors = {**weights.frozen, **weights.tensors} if isinstance(weights, WeightSet) else weights
-    return fingerprint_of({name: tensor.checksum() for name, tensor in tensors.items()})
+    return fingerprint_of(checksums_of(tensors))
+
+
+def checksums_of(tensors: Mapping[str, RawTensor]) -> dict[str, str]:
+    return {name: tensor.checksum() for name, tensor in tensors.items()}
 
 
 def fingerprint_of(checksums: Mapping[str, str]) -> str:

@@ -62,13 +62,17 @@ CISPO = {"loss.type": "cispo"}
 MIS_PO = {"loss.type": "reinforce", "ratio.correction.type": "mis_po"}
 PRODUCT = {"loss.type": "reinforce", "ratio.correction.type": "sequence_product"}
 SOFT = {"credit.overlong.type": "soft"}
+BUDGET = {"credit.overlong.type": "budget"}
 GAE = {"credit.type": "gae"}
 BOUNDED = {**GAE, "critic.head.type": "bounded"}
 CENTRED = {"loss.type": "reinforce", "ratio.correction.type": "token_truncation", "sampling.top_k": 11}
 KL = {"kl.type": "loss"}
 GVISOR = {"sandbox.type": "gvisor"}
 MUON = {"optimizer.type": "muon"}
+HIDDEN = {"trainer.gradient_clamp.type": "hidden"}
 LORA = {"adapter.type": "lora"}
+MOE = {"model.type": "toy-moe"}
+REPLAY = {**MOE, "replay.routes": "rollout"}
 PARTIAL = {"schedule.type": "partial"}
 ASYNC = {"schedule.type": "async"}
 
@@ -90,6 +94,8 @@ CHANGES = {
     "model.type": Change("scripted"),
     "model.seed": Change(3),
     "model.dtype": Change("bfloat16"),
+    "model.router": Change("sigmoid", MOE),
+    "model.normalised": Change(False, MOE),
     "adapter.type": Change("lora"),
     "adapter.rank": Change(3, LORA),
     "adapter.alpha": Change(7.0, LORA),
@@ -172,6 +178,8 @@ CHANGES = {
     "credit.overlong.type": Change("soft"),
     "credit.overlong.max_tokens": Change(10_000, SOFT),
     "credit.overlong.buffer_tokens": Change(100, SOFT),
+    "credit.overlong.baseline_tokens": Change(500, BUDGET),
+    "credit.overlong.tolerance": Change(2.0, BUDGET),
     "admission.zero_signal": Change("keep"),
     "admission.max_branches": Change(1),
     "admission.overlong": Change("mask"),
@@ -200,6 +208,8 @@ CHANGES = {
     "ratio.correction.outside": Change("mask", PRODUCT),
     "ratio.off_policy_drop": Change(0.5),
     "ratio.score_centring": Change(True, CENTRED),
+    "replay.routes": Change("rollout", MOE),
+    "replay.weights": Change("recorded", REPLAY),
     "kl.type": Change("reward"),
     "kl.estimator": Change("k2", KL),
     "kl.coefficient": Change(0.5, KL),
@@ -209,27 +219,35 @@ CHANGES = {
     "optimizer.nesterov": Change(False, MUON),
     "optimizer.iterations": Change(3, MUON),
     "optimizer.per_head": Change(True, MUON),
+    "optimizer.qk_clip": Change(100.0, MUON),
     "optimizer.learning_rate": Change(0.5),
     "optimizer.supervised_learning_rate": Change(0.25),
     "optimizer.weight_decay": Change(0.1),
     "optimizer.beta1": Change(0.5),
     "optimizer.beta2": Change(0.5),
     "optimizer.eps": Change(0.125),
-    "optimizer.warmup_batches": Change(4),
+    "optimizer.warmup_steps": Change(4),
     "optimizer.max_grad_norm": Change(0.5),
     "critic.head.type": Change("bounded", GAE),
     "critic.head.initial": Change(0.5, GAE),
     "critic.head.low": Change(-1.0, BOUNDED),
     "critic.head.high": Change(2.0, BOUNDED),
     "critic.learning_rate": Change(0.5, GAE),
-    "critic.warmup_batches": Change(4, GAE),
+    "critic.warmup_steps": Change(4, GAE),
     "critic.updates_per_batch": Change(5, GAE),
     "critic.pretrain_batches": Change(1, {**GAE, "schedule.num_batches": 2}),
     "trainer.updates_per_batch": Change(3),
+    "trainer.shared_prefix": Change("sum_over_leaves"),
     "trainer.head_chunk_tokens": Change(64),
+    "trainer.logit_projection": Change("mean"),
     "trainer.checkpoint_keep": Change(5),
+    "trainer.gradient_clamp.type": Change("hidden"),
+    "trainer.gradient_clamp.of": Change("elements", HIDDEN),
+    "trainer.gradient_clamp.share": Change(0.01, HIDDEN),
+    "trainer.ranks": Change(2),
     "weights.store": Change("other-store"),
     "weights.anchor_every": Change(3),
+    "weights.keep": Change(5),
     "observe.progress": Change("none"),
 }
 OF_CHECKPOINTS = {"model.path", "model.repo", "model.revision", "model.source"}
@@ -407,7 +425,13 @@ def recorded_reads() -> Iterator[set[tuple[str, str]]]:
 
 def _validates(frame: types.FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_name in ("model_validate", "check_effective", "refuse_ineffective"):
+        if frame.f_code.co_name in (
+            "model_validate",
+            "check_effective",
+            "check_replay",
+            "check_routers",
+            "refuse_ineffective",
+        ):
             return True
         frame = frame.f_back
     return False
@@ -449,11 +473,11 @@ COMPARES_NOTHING = {"admission.zero_signal": "drop"}
 TRAINED = {
     "toy": (
         {**VLLM, "engine.python": "python"},
-        {**KL, **MUON, **SOFT},
+        {**KL, **MUON, **SOFT, **HIDDEN},
         {**GRPO, **TRUNCATION},
         {**GRPO, **MASK, **LORA},
         {**CISPO, "kl.type": "reward"},
-        {"loss.type": "kimi"},
+        {"loss.type": "kimi", "trainer.gradient_clamp.type": "weights"},
         {"loss.type": "dapo"},
         {"loss.type": "gspo"},
         {"loss.type": "gspo_token"},
@@ -465,6 +489,8 @@ TRAINED = {
         {**CENTRED, "ratio.score_centring": True},
         {**BOUNDED, **COMPARES_NOTHING, "loss.type": "ppo", "credit.decay.type": "length"},
         {**GAE, **COMPARES_NOTHING, **SOFT, "credit.truncated": "reward"},
+        {**REPLAY, "replay.weights": "recorded"},
+        {**MOE, **PROXIMAL, "replay.routes": "recompute"},
     ),
     "scripted": (),
 }
@@ -593,6 +619,10 @@ def test_every_option_changes_what_is_built_or_is_refused_by_name(
         ({**GAE, "credit.truncated": "reward", "admission.overlong": "mask"}, "credit.truncated"),
         ({**GAE, "credit.boundary": "discount"}, "credit.boundary"),
         ({**GAE, "model.type": "scripted"}, "credit.type=gae"),
+        ({"replay.weights": "recorded"}, "replay.weights"),
+        ({**MOE, "replay.weights": "recorded"}, "replay.weights"),
+        ({**MOE, "replay.routes": "recompute"}, "replay.routes=recompute"),
+        ({"model.type": "scripted", "replay.routes": "rollout"}, "replay"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -623,10 +653,17 @@ def test_an_option_without_effect_beside_others_is_refused(change: dict[str, Any
         ({**CENTRED, "ratio.score_centring": True, "sampling.top_k": 0}, "whole vocabulary, which is not recorded"),
         ({**CENTRED, "ratio.score_centring": True, **VLLM}, "which an engine of type vllm does not give"),
         ({**CENTRED, "ratio.score_centring": True, **GRPO, **PROXIMAL}, "loss grpo has a gate of its own"),
+        (
+            {**CENTRED, "ratio.score_centring": True, "trainer.logit_projection": "mean"},
+            "adds another to the same logits",
+        ),
         ({**BOUNDED, "critic.head.low": 1.0}, "critic.head bounds leave no room"),
         ({"weights.store": "memory://"}, "does not outlive it"),
         ({**LORA, **MUON}, "adapter.type=lora there are only its two factors"),
         ({**LORA, **VLLM}, "with adapter.type=lora a version holds adapters alone"),
+        ({**MOE, **LORA}, "adapter.targets name gate_proj, up_proj, down_proj, .* once per expert"),
+        ({**MOE, **VLLM}, "model.type=toy-moe has experts, whose weights an engine of type vllm does not take"),
+        ({"replay.routes": "rollout"}, "replay.routes=rollout needs a model with routers, and model.type=toy has none"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )

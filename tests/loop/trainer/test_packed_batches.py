@@ -88,14 +88,14 @@ GEOMETRIC = RatioConfig(correction=SequenceGeometric(low=0.1, high=20.0), off_po
 )  # fmt: skip
 def test_the_packing_limit_does_not_change_the_gradient(objective):
     model = tiny()
-    results, cuts, trained = [], [], []
+    results, passes, trained = [], [], []
     for limit in (10, 60, 150, 4096):
         packed = pack_batch(0, some_groups(), PackingConfig(micro_batch_tokens=limit), AdmissionConfig(), seed=0)
         batch = prepare_batch(packed.train_batch, objective, SHAPE)
         results.append(batch_gradient(model, batch, objective, None, 512, Tally()))
-        cuts.append(len(batch.micro_batches))
+        passes.append(sum(-(-len(part.columns) // limit) for part in packed.train_batch.micro_batches))
         trained.append(batch.num_trained)
-    assert cuts[0] > cuts[1] > cuts[2] > cuts[3] == 1
+    assert passes[0] > passes[1] > passes[2] > passes[3] == 1
     sampled = sum(e.num_sampled for group in some_groups() for e in group.episodes if e.reward is not None)
     assert trained == [sampled] * 4
     for other in results[:-1]:

@@ -39,7 +39,7 @@ def trainer_of(loss, ratio, updates=1, numerics=Numerics.FAST, model=None, rate=
         config=TrainerConfig(updates_per_batch=updates, head_chunk_tokens=7),
         loss=loss,
         ratio=ratio,
-        optimizer=AdamWConfig(learning_rate=rate, warmup_batches=2),
+        optimizer=AdamWConfig(learning_rate=rate, warmup_steps=2),
         critic=critic,
         numerics=numerics,
         store=store,

@@ -5,7 +5,7 @@ import importlib.metadata
 
 import pytest
 
-from everlong.cli.benches import engine
+from everlong.cli.benches import engine, losses
 from everlong.cli.benches.peers.environment import peers_folder
 
 
@@ -27,3 +27,9 @@ def test_the_engine_is_measured_against_generate():
         ("3-shared", "tokens_per_cpu_s", "hf-generate"),
     ]
     assert all(row.ratio == row.value / row.reference_value > 0 for row in rows)
+
+
+def test_our_losses_are_those_of_trl_to_rounding():
+    rows = losses.measure()
+    assert {row.case for row in rows} == {case.name for case in losses.CASES}
+    assert [row for row in rows if row.value > row.reference_value] == []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everlong.contracts.errors import SandboxError
+from everlong.contracts.errors import SandboxError, WorkspaceTooLarge
 from everlong.contracts.ports import Command, Mount, SandboxSpec
 from everlong.contracts.records import Limits
 from everlong.environments.sandboxes.gvisor import GvisorBackend
@@ -183,6 +183,25 @@ async def test_limits_hold_and_the_host_is_not_there(backend, tmp_path):
     assert (await sh(sandbox, "cat /tests/t; id -u; nproc > /dev/null")).output == b"given1000\n"
     with pytest.raises(SandboxError, match="gVisor sandboxes have none"):
         await backend.create(SandboxSpec(name="b", network=True))
+
+
+@pytest.mark.parametrize(
+    ("left", "why"),
+    [
+        ("python3 -c 'for n in range(700): open(str(n), \"w\").close()'", "500 names"),
+        ("head -c 12000000 /dev/urandom > a; cp a b; cp a c", "30 MB"),
+        ('python3 -c \'import os\nfor _ in range(20): os.mkdir("d" * 250); os.chdir("d" * 250)\'', "4000 bytes"),
+    ],
+    ids=["names", "bytes", "depth"],
+)
+async def test_what_cannot_be_copied_is_the_agents_doing(backend, monkeypatch, left, why):
+    monkeypatch.setattr("everlong.environments.sandboxes.layout.MAX_ENTRIES", 500)
+    sandbox = await backend.create(SandboxSpec(name="a", limits=Limits(memory_mb=200, disk_mb=30)))
+    await sh(sandbox, left)
+    with pytest.raises(WorkspaceTooLarge, match=why):
+        await sandbox.fork(SandboxSpec(name="b"))
+    await sh(sandbox, "rm -rf *; echo kept > file")
+    assert await (await sandbox.fork(SandboxSpec(name="b"))).read("file") == b"kept\n"
 
 
 async def test_more_sandboxes_live_than_may_hold_memory(backend):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from everlong.cli.beside import chosen_version, ranges_text
+from everlong.cli.beside import beside_run, chosen_version, ranges_text
 from everlong.cli.config import RunConfig
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.errors import NotFound
@@ -42,3 +42,12 @@ def test_a_run_that_has_published_nothing_says_so(tmp_path: Path) -> None:
 )
 def test_numbers_in_a_row_are_one_range(numbers: list[int], text: str) -> None:
     assert ranges_text(numbers) == text
+
+
+def test_a_cell_beside_the_run_trains_nothing_and_starts_no_ranks(tmp_path: Path) -> None:
+    config = RunConfig.model_validate({"output": tmp_path / "run", "trainer": {"ranks": 4}})
+    folder = RunFolder(config.output)
+    folder.create(config)
+    aside, settings = beside_run(config, folder, tmp_path / "aside")
+    assert settings.trainer.ranks == aside.open().trainer.ranks == 1
+    assert settings.weights.store == folder.absolute_store_url(config)

@@ -7,6 +7,8 @@ import pytest
 from everlong.cli.arguments import parse_config
 from everlong.cli.quickstart import prepare_quickstart, quickstart_config, quickstart_tasks, tasks_for
 from everlong.cli.run_folder import RunFolder
+from everlong.models.config import ToyModel, ToyMoeModel
+from everlong.trainer.config import ReplayConfig
 
 
 def instructions(folder: Path) -> list[str]:
@@ -54,6 +56,13 @@ def test_the_quickstart_of_a_language_model_shows_few_oracles_and_evaluates_two_
 def test_the_command_line_without_a_file_is_the_quickstart(arguments: list[str]) -> None:
     assert parse_config(arguments) == quickstart_config(*arguments[1:])
     assert parse_config([*arguments, "--seed", "7"]).model == quickstart_config(*arguments[1:]).model
+
+
+def test_the_toy_with_experts_has_the_toys_quickstart() -> None:
+    config = parse_config(["--model.type", "toy-moe", "--model.router", "sigmoid", "--replay.routes", "rollout"])
+    assert config.model == ToyMoeModel(router="sigmoid") and config.replay.routes == "rollout"
+    assert config.model_copy(update={"model": ToyModel(), "replay": ReplayConfig()}) == quickstart_config("toy")
+    assert tasks_for(config.model) == tasks_for(ToyModel())
 
 
 def test_tasks_of_ones_own_are_all_shown_unless_a_number_is_given() -> None:

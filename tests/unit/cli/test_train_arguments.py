@@ -234,6 +234,12 @@ SWITCHES = {
         "'toy'",
         "'scripted'",
     ),
+    "several branches": (
+        "[trainer]\nshared_prefix = 'sum_over_leaves'\n\n[admission]\nmax_branches = 5\n",
+        "--admission.max-branches 1",
+        "branches = 5",
+        "branches = 1",
+    ),
     "real sandboxes": ("[sandbox]\ntype = 'local'\nroot = 'x'\n", "--sandbox.type scripted", "'local'", "'scripted'"),
 }
 

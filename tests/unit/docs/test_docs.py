@@ -105,11 +105,11 @@ def types_of(kind: type[BaseModel], path: str = "") -> set[tuple[str, str]]:
 
 def test_some_page_names_every_type_that_a_table_comes_in():
     pages = " ".join(text for page in ROOT.glob("docs/*.md") for text in code_of(page))
-    names = set(re.findall(r"\w+", pages))
+    names = set(re.findall(r"[\w-]+", pages))
     assert [(table, kind) for table, kind in sorted(types_of(RunConfig)) if kind not in names] == []
 
 
 def test_the_page_of_settings_names_every_model_and_no_other():
     page = (ROOT / "docs/config.md").read_text()
     (row,) = [line.split("|")[2] for line in page.splitlines() if line.startswith("| `model` ")]
-    assert set(re.findall(r"`(\w+)`", row)) == {kind for table, kind in types_of(RunConfig) if table == "model"}
+    assert set(re.findall(r"`([\w-]+)`", row)) == {kind for table, kind in types_of(RunConfig) if table == "model"}

@@ -139,13 +139,13 @@ def reply(
 
 
 def make_session(
-    engine, renderer, journal: Journal | None = None, *, max_tokens=64, max_turns=8, max_context=1000, **more
+    engine, renderer, journal: Journal | None = None, *, max_tokens=64, max_turns=8, max_context=1000, record=(), **more
 ):
     return Session(
         ORDER,
         engine=engine,
         renderer=renderer,
-        params=SamplingParams(temperature=1.0, max_tokens=max_tokens, stop_ids=renderer.stop_ids),
+        params=SamplingParams(temperature=1.0, max_tokens=max_tokens, stop_ids=renderer.stop_ids, record=record),
         run_seed=7,
         limits=SessionLimits(max_turns=max_turns, max_context=max_context),
         journal=journal or Journal(),

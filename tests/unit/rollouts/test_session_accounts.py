@@ -15,7 +15,7 @@ from everlong.contracts.records import (
     GenerateReply,
     GenerateRequest,
 )
-from everlong.contracts.tokens import STREAMS
+from everlong.contracts.tokens import STREAMS, KeptSets
 from everlong.engines.scripted import ScriptedEngine
 from everlong.rollouts.gateway.session import SessionClosed
 
@@ -33,7 +33,7 @@ async def test_a_turn_reaches_the_journal_before_the_agent_sees_it():
     assert journal.facts == [("turn 0", 2)]
 
 
-def forged(**streams: np.ndarray) -> Answer:
+def forged(**streams: np.ndarray | KeptSets) -> Answer:
     """Columns that no constructor would make."""
 
     def answer(request: GenerateRequest) -> GenerateReply:
@@ -55,6 +55,7 @@ LIES: dict[str, tuple[Answer, str]] = {
     "a missing logprob": (forged(logprobs=nan(-0.1)), "length"),
     "a logprob that is none": (forged(logprobs=nan(-0.1, np.nan)), "logprobs"),
     "a positive logprob": (forged(logprobs=nan(-0.1, 0.5)), "logprobs"),
+    "a kept set without its token": (forged(kept=KeptSets.from_rows([[5], [7, 9]])), "kept set of token 1 lacks"),
     "tokens that were not sampled": (forged(sampled=np.array([True, False])), "not sampled"),
     "no policy version": (forged(versions=np.full(2, -1, np.int32)), "version"),
     "no temperature": (forged(temperatures=nan(np.nan, np.nan)), "temperature"),

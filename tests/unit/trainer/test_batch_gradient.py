@@ -325,3 +325,16 @@ def test_one_ratio_for_a_branch_needs_one_credit_for_it(model):
     for loss in (GspoTokenConfig(), GrpoConfig(level="sequence_token"), GrpoConfig()):
         got, _ = gradient_of(model, batch, loss)
         assert all(part.isfinite().all() for part in got.gradient)
+
+
+# The logit gradient --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("projection", ["mean", "exact_target"])
+def test_a_projection_reaches_every_trained_token_and_changes_rounding_alone(model, projection):
+    batch = batched(TREE, counts=COUNTS)
+    plain, _ = gradient_of(model, batch)
+    objective = Objective(GrpoConfig(), RatioConfig(), projection=projection)
+    got = batch_gradient(model, prepare_batch(batch, objective, SHAPE), objective, None, 3, Tally())
+    assert_same(got, plain)
+    assert not all(torch.equal(a, b) for a, b in zip(got.gradient, plain.gradient, strict=True))

@@ -272,8 +272,9 @@ async def test_the_trunk_begins_as_the_policy_after_its_warm_up():
     assert not same(copied(trainer._critic.network.trunk.named_weights()), copied(model.named_weights()))
 
 
-async def test_the_learning_rate_grows_from_the_critic_s_first_batch():
-    trainer = trainer_of(critic=CriticConfig(learning_rate=0.4, warmup_batches=2))
+async def test_the_learning_rate_grows_from_the_critic_s_first_step():
+    """It makes two steps a batch, and the metric is of the last."""
+    trainer = trainer_of(critic=CriticConfig(learning_rate=0.4, warmup_steps=4))
     await trainer.train(supervised_batch(0))
     rates = [(await trainer.train(some_batch(number))).metrics["critic/learning_rate"] for number in (1, 2, 3)]
     assert rates == pytest.approx([0.2, 0.4, 0.4])
@@ -339,7 +340,7 @@ async def test_returns_that_no_critic_reads_are_refused():
 
 
 async def test_a_restored_critic_goes_on_with_the_same_bits():
-    store, settings = open_store("memory://"), CriticConfig(pretrain_batches=2, updates_per_batch=2, warmup_batches=3)
+    store, settings = open_store("memory://"), CriticConfig(pretrain_batches=2, updates_per_batch=2, warmup_steps=3)
     trainer = trainer_of(store=store, critic=settings)
     await warm(trainer, 0)
     await trainer.save()

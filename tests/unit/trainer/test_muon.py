@@ -7,7 +7,7 @@ from tests.unit.trainer.tiny import SHAPE, tiny
 
 from everlong.trainer.config import AdamWConfig, MuonConfig
 from everlong.trainer.muon import muon_direction, orthogonal
-from everlong.trainer.optimizer import MasterOptimizer
+from everlong.trainer.optimizer import MasterOptimizer, block_rows
 
 
 def reference(matrix, iterations=5):
@@ -55,6 +55,22 @@ def test_fused_projections_are_orthogonalised_apart():
     got = muon_direction(torch.cat(parts), (8, 4, 4), 5)
     torch.testing.assert_close(got, torch.cat([muon_direction(part, (len(part),), 5) for part in parts]))
     assert (got - muon_direction(torch.cat(parts), (16,), 5)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "whole", "heads"),
+    [
+        ("self_attn.q_proj", 16, (16,), (4,) * 4),
+        ("self_attn.qkv_proj", 32, (16, 8, 8), (4,) * 8),
+        ("self_attn.o_proj", 16, (16,), (16,)),
+        ("mlp.gate_up_proj", 48, (24, 24), (24, 24)),
+        ("mlp.up_proj", 24, (24,), (24,)),
+    ],
+)
+def test_a_projection_is_cut_by_what_it_fuses_or_by_its_heads(name, rows, whole, heads):
+    name = f"model.layers.1.{name}.weight"
+    assert block_rows(name, rows, SHAPE, per_head=False) == whole
+    assert block_rows(name, rows, SHAPE, per_head=True) == heads
 
 
 @pytest.mark.parametrize("rows", [(8, 4), (8, 4, 8), (16, 0)], ids=str)
@@ -127,3 +143,10 @@ def test_training_goes_on_bit_for_bit_from_a_saved_state():
 def test_the_state_of_another_optimiser_is_refused():
     with pytest.raises(ValueError, match="another optimiser"):
         MasterOptimizer(tiny(), MuonConfig()).load_state(MasterOptimizer(tiny(), AdamWConfig()).state())
+
+
+def test_stacked_experts_are_orthogonalised_each_on_its_own():
+    stack = torch.stack([torch.from_numpy(some(8, 12, seed)) for seed in range(3)])
+    got = muon_direction(stack, (4, 4), 5)
+    for expert, direction in zip(stack, got, strict=True):
+        torch.testing.assert_close(direction, muon_direction(expert, (4, 4), 5))

@@ -242,10 +242,25 @@ def test_the_norm_runs_over_all_tensors():
     assert gradient_norm([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]) == 5.0
 
 
-def test_the_learning_rate_grows_with_the_batches():
-    config = AdamWConfig(learning_rate=0.4, warmup_batches=4)
+def test_the_learning_rate_grows_with_the_steps():
+    config = AdamWConfig(learning_rate=0.4, warmup_steps=4)
     assert [learning_rate(config, n) for n in range(6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
     assert learning_rate(AdamWConfig(learning_rate=0.4), 0) == 0.4
+
+
+async def test_the_schedule_counts_steps_made_and_goes_on_where_it_stood():
+    """Two steps a batch; a batch without a trained token makes none."""
+    ratio, store = RatioConfig(base="proximal", correction=TokenTruncation()), open_store("memory://")
+    optimizer = AdamWConfig(learning_rate=0.6, warmup_steps=6)
+    settings = {"config": TrainerConfig(updates_per_batch=2), "ratio": ratio, "optimizer": optimizer, "store": store}
+    trainer = trainer_of(**settings)
+    rates = [(await trainer.train(some_batch(0))).metrics["learning_rate"]]
+    await trainer.train(TrainBatch(batch=1, micro_batches=(), episodes=()))
+    await trainer.save()
+    resumed = trainer_of(**settings)
+    await resumed.restore()
+    rates += [(await resumed.train(some_batch(number))).metrics["learning_rate"] for number in (2, 3, 4)]
+    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.6])
 
 
 def test_supervised_batches_may_have_a_learning_rate_of_their_own():

@@ -26,6 +26,7 @@ from everlong.trainer.config import (
     TokenTruncation,
     TrainerConfig,
     check_effective,
+    check_projection,
     ignores_staleness,
 )
 from everlong.trainer.kl_config import WITHOUT_KL
@@ -112,6 +113,15 @@ def test_a_constant_length_goes_with_its_reduction_only():
     assert GrpoConfig(reduction="constant", constant_length=8).constant_length == 8
     with pytest.raises(ValidationError, match="'sequence' or 'episode'"):
         GspoConfig(reduction="token")
+
+
+def test_a_projection_beside_another_logit_gradient_is_refused():
+    check_projection(TrainerConfig(logit_projection="mean"), RatioConfig())
+    check_projection(TrainerConfig(), RatioConfig(score_centring=True))
+    with pytest.raises(
+        ValueError, match="trainer.logit_projection=mean acts on .*, and ratio.score_centring adds another"
+    ):
+        check_projection(TrainerConfig(logit_projection="mean"), RatioConfig(score_centring=True))
 
 
 def test_a_filter_without_bounds_is_refused():

@@ -7,7 +7,7 @@ from everlong.contracts.errors import Reason
 from everlong.contracts.records import MAX_REWARD, Episode, EpisodeOrder, FinishReason, Purpose, Turn, Verdict
 from everlong.contracts.tokens import TokenColumns
 from everlong.trajectories.credit import GroupMeanConfig, score_group
-from everlong.trajectories.credit.overlong import NoPunishment, SoftPunishment, punishment
+from everlong.trajectories.credit.overlong import Budget, NoPunishment, SoftPunishment, punished
 
 GRPO = GroupMeanConfig(scale="std_sample")
 POPULATION = GroupMeanConfig(scale="std_population")
@@ -147,8 +147,8 @@ SOFT = SoftPunishment(max_tokens=20, buffer_tokens=4)
     ("num_tokens", "expected"), [(0, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (20, -1.0), (21, -1.0), (900, -1.0)]
 )
 def test_soft_punishment_grows_over_the_buffer(num_tokens, expected):
-    assert punishment(num_tokens, SOFT) == expected
-    assert punishment(num_tokens, NoPunishment()) == 0.0
+    assert punished(0.0, num_tokens, SOFT) == expected
+    assert punished(1.0, num_tokens, NoPunishment()) == 1.0
 
 
 def test_what_is_compared_is_the_reward_less_the_punishment():
@@ -164,6 +164,19 @@ def test_what_is_compared_is_the_reward_less_the_punishment():
 def test_a_buffer_longer_than_the_limit_is_refused():
     with pytest.raises(ValueError, match="every episode would be punished"):
         SoftPunishment(max_tokens=10, buffer_tokens=11)
+
+
+@pytest.mark.parametrize(("num_tokens", "reward", "expected"), [(1500, 1.0, 1.0), (1501, 1.0, -1.0), (1501, 0.0, -1.0)])
+def test_beyond_its_budget_an_episode_has_minus_one_whatever_its_verdict(num_tokens, reward, expected):
+    assert punished(reward, num_tokens, Budget(baseline_tokens=1000, tolerance=1.5)) == expected
+
+
+def test_what_has_no_verdict_has_none_beyond_its_budget_either():
+    members = [episode(0, 1.0, num_turns=3), episode(1, 1.0, num_turns=18), episode(2, None, num_turns=20)]
+    budget = Budget(baseline_tokens=10, tolerance=1.0)
+    group = score_group(0, "t", members, GroupMeanConfig(scale="none", overlong=budget))
+    assert (group.credits, group.baseline) == ((1.0, -1.0, None), 0.0)
+    assert [member.reward for member in group.episodes] == [1.0, 1.0, None]
 
 
 def test_shuffled_credits_are_the_same_ones_dealt_at_random_and_alike_at_every_call():

@@ -114,18 +114,17 @@ def test_shared_turn_is_trained_once_in_one_micro_batch():
     assert packed.train_batch.episodes[0].num_trainable == 5
 
 
-def test_shared_turn_is_context_in_the_second_of_two_micro_batches():
+def test_an_episode_larger_than_the_limit_stays_whole_and_passes_in_parts():
     build = Builder()
     members = [episode([build.turn(*t) for t in FORKED], reward=1.0), episode([], attempt=1)]
-    packed, scored = pack({0: members}, limit=7)
-    first, second = packed.train_batch.micro_batches
-    trained = [m.columns.ids[m.columns.trainable].tolist() for m in (first, second)]
-    assert sorted(trained[0] + trained[1]) == [2, 3, 4, 5, 6]
-    assert trained[0][:2] == [2, 3]
-    assert second.columns.ids[:4].tolist() == [0, 1, 2, 3] and second.columns.num_sampled > second.columns.num_trainable
-    assert np.isnan(second.columns.credit[:4]).all()
-    leaf = admit_group(scored[0], AdmissionConfig(), 0)[0].branches[0].path[-1]
-    assert trained[0][2:] == ([4] if leaf == 1 else [5, 6])
+    packed, _ = pack({0: members}, limit=7)
+    (micro_batch,) = packed.train_batch.micro_batches
+    columns = micro_batch.columns
+    assert len(columns) == 9 and micro_batch.pass_tokens == 7
+    assert sorted(columns.ids[columns.trainable].tolist()) == [2, 3, 4, 5, 6]
+    assert columns.num_sampled == columns.num_trainable
+    (fits,) = pack({0: members}, limit=9)[0].train_batch.micro_batches
+    assert fits.pass_tokens is None and fits.columns == columns
 
 
 def test_single_chain_of_turns_is_one_segment():
@@ -175,13 +174,21 @@ def test_tree_that_is_too_big_is_split_by_episode_with_the_prompt_again():
     assert all(not m.columns.trainable[:10].any() for m in packed.train_batch.micro_batches)
 
 
-def test_branch_longer_than_the_limit_has_a_micro_batch_of_its_own():
+def test_episodes_are_packed_apart_where_the_shared_prompt_again_costs_less_than_another_forward_pass():
     build = Builder()
     long = episode([build.turn(0, -1, [1], [2] * 20)], reward=1.0)
-    short = episode([build.turn(0, -1, [1], [2])], attempt=1)
-    packed, _ = pack({0: [long, short]}, limit=8)
-    assert [len(m.columns) for m in packed.train_batch.micro_batches] == [21, 2]
+    short = episode([build.turn(0, -1, [1], [2] * 7)], attempt=1)
+    packed, _ = pack({0: [long, short]}, limit=8)  # in parts 28 * 4 / 3, apart 21 * 4 / 3 + 8
+    assert [(len(m.columns), m.pass_tokens) for m in packed.train_batch.micro_batches] == [(21, 8), (8, None)]
     assert packed.stats["packing/fill"] > 1
+
+
+def test_a_long_prompt_passes_once_where_that_costs_less_than_to_repeat_it():
+    build = Builder()
+    members = [episode([build.turn(0, -1, range(30), [1, 2])], attempt=i, reward=float(i)) for i in range(4)]
+    packed, _ = pack({0: members}, limit=33)  # in parts 38 * 4 / 3, apart 4 * 32
+    assert [(len(m.columns), m.pass_tokens) for m in packed.train_batch.micro_batches] == [(38, 33)]
+    assert packed.stats["tokens/saved"] == 4 * 32 - 38
 
 
 def test_number_of_episodes_need_not_divide_by_anything():
@@ -264,10 +271,10 @@ def test_each_admitted_token_is_trained_once_behind_what_its_engine_saw(groups, 
         )
         assert all(s.length and s.parent < i for i, s in enumerate(micro_batch.segments))
         assert micro_batch.columns.num_trainable
-        roots = {i for i, s in enumerate(micro_batch.segments) if s.parent < 0}
-        leaves = set(range(len(ends))) - {s.parent for s in micro_batch.segments}
-        assert len(micro_batch.columns) <= limit or (len(roots) == len(leaves) == 1)
+        assert micro_batch.pass_tokens == (limit if len(micro_batch.columns) > limit else None)
 
+    sampled = [m.columns.logprobs[m.columns.sampled].tolist() for m in batch.micro_batches]
+    assert len({number for numbers in sampled for number in numbers}) == sum(map(len, sampled)), "none is packed again"
     trained = {share.episode: share.num_trainable for share in batch.episodes}
     for members in groups.values():
         for member in members:

@@ -23,7 +23,6 @@ from everlong.contracts.errors import SandboxError
 from everlong.contracts.ports import Command, Sandbox, SandboxBackend, SandboxSpec
 from everlong.environments.sandboxes.gvisor import GvisorBackend
 from everlong.environments.sandboxes.local import LocalBackend
-from everlong.environments.sandboxes.memory_group import usable_parent
 from everlong.environments.sandboxes.pool import PooledBackend
 
 T = TypeVar("T")
@@ -189,7 +188,7 @@ class PeakMemory:
 
     def __init__(self, backend: GvisorBackend) -> None:
         self._folder = backend.claim.folder
-        self._groups = usable_parent()
+        self._groups = backend.claim.usable_groups()
         self.mb = 0.0
         self.alone_mb = 0.0
         """The most that one sandbox held, helpers included."""

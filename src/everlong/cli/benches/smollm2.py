@@ -37,9 +37,13 @@ class SmolCell:
 
 
 async def open_smollm2(
-    engine: EmbeddedConfig, adapter: LoraConfig | None = None, learning_rate: float = 1e-6
+    engine: EmbeddedConfig,
+    adapter: LoraConfig | None = None,
+    learning_rate: float = 1e-6,
+    lease: asyncio.Lock | None = None,
 ) -> SmolCell:
-    """Every weight trains, or the adapters. Raises FileNotFoundError where the weights are not installed."""
+    """Every weight trains, or the adapters. `lease` replaces one of its own. Raises FileNotFoundError where the weights are not
+    installed."""
     import torch
 
     from everlong.engines.torch_engine.engine import TorchEngine
@@ -47,7 +51,7 @@ async def open_smollm2(
     from everlong.models.numerics import Numerics
     from everlong.trainer.trainer import PolicyTrainer
 
-    folder, store, lease = smollm2_folder(), open_store("memory://"), asyncio.Lock()
+    folder, store, lease = smollm2_folder(), open_store("memory://"), lease or asyncio.Lock()
     tokenizer = FileTokenizer(folder / "tokenizer.json")
     policy, sampled = (load_checkpoint(folder, vocab_size=tokenizer.vocab_size, dtype=torch.bfloat16) for _ in range(2))
     if adapter is not None:

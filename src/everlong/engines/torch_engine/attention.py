@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everlong.engines.torch_engine.cache import KeyValueCache
-from everlong.engines.torch_engine.scheduler import Work
+from everlong.engines.torch_engine.scheduler import Sequence, Work
 from everlong.models.numerics import CausalAttention, Numerics
 
 # T tokens of the step, B sequences of a call, Q queries of the longest, N blocks of the longest
@@ -43,7 +43,7 @@ class PagedAttend:
         counts = np.array([work.count for work in works])
         starts = np.array([work.start for work in works])
         firsts = np.cumsum(counts) - counts
-        self._slots = torch.from_numpy(_slots(works, block_tokens))
+        self._slots = torch.from_numpy(slots_of_step(works, block_tokens))
         self._calls = []
         for members in _similar(starts + counts, counts):
             queries, real, positions, blocks = _call(
@@ -66,13 +66,17 @@ class PagedAttend:
         return out
 
 
-def _slots(works: Ordered[Work], block_tokens: int) -> np.ndarray:
-    parts = []
-    for work in works:
-        positions = np.arange(work.start, work.start + work.count)
-        blocks = np.array(work.sequence.blocks)[positions // block_tokens]
-        parts.append(blocks * block_tokens + positions % block_tokens)
-    return np.concatenate(parts)
+def slots_of_step(works: Ordered[Work], block_tokens: int) -> np.ndarray:
+    """Where each of the step's tokens stands in the cache."""
+    ends = ((work.sequence, work.start, work.start + work.count) for work in works)
+    return np.concatenate([slots_of(sequence, start, end, block_tokens) for sequence, start, end in ends])
+
+
+def slots_of(sequence: Sequence, start: int, end: int, block_tokens: int) -> np.ndarray:
+    """Of a sequence's tokens from position `start` to `end`."""
+    positions = np.arange(start, end)
+    blocks = np.array(sequence.blocks)[positions // block_tokens]
+    return blocks * block_tokens + positions % block_tokens
 
 
 def _similar(lengths: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:

@@ -78,7 +78,10 @@ class TorchEngine:
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         if self._refusal is not None:
             raise EngineError(self._refusal)
-        max_tokens = check_request(request, vocab_size=self._model.config.vocab_size, context=self._context)
+        shape = self._model.config
+        max_tokens = check_request(
+            request, vocab_size=shape.vocab_size, context=self._context, decisions=shape.decisions
+        )
         check_version(request, self._version)
         sequence = self._scheduler.add(request.prompt_ids.tolist())
         answer = Answer.to(request, sequence, max_tokens, self._token_bytes)
@@ -144,7 +147,8 @@ class TorchEngine:
         sampling = [self._answers[work.sequence.number] for work in works if work.samples]
         self._stepping = True
         try:
-            result: StepResult = await self._compute(self._runner.run, works, _draws(sampling))
+            wanted = [answer.wanted for answer in sampling]
+            result: StepResult = await self._compute(self._runner.run, works, _draws(sampling), wanted)
         finally:
             self._stepping = False
         self._scheduler.advance(works)
@@ -156,9 +160,9 @@ class TorchEngine:
     def _hand_out(self, sampling: list[Answer], result: StepResult) -> None:
         assert result.drawn is not None
         drawn = result.drawn
-        pairs = zip(sampling, drawn.ids_N.tolist(), drawn.logprobs_N.tolist(), strict=True)
-        for row, (answer, token, logprob) in enumerate(pairs):
-            reason = answer.take(token, logprob, drawn.kept.slice(row, row + 1), self._version)
+        pairs = zip(sampling, drawn.ids_N.tolist(), drawn.logprobs_N.tolist(), result.decided, strict=True)
+        for row, (answer, token, logprob, decided) in enumerate(pairs):
+            reason = answer.take(token, logprob, drawn.kept.slice(row, row + 1), self._version, decided)
             if reason is not None:
                 self._end(answer, reason)
 

@@ -10,14 +10,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from everlong.engines.torch_engine.attention import PagedAttend
+from everlong.contracts.decisions import Decisions
+from everlong.engines.torch_engine.attention import PagedAttend, slots_of, slots_of_step
 from everlong.engines.torch_engine.cache import KeyValueCache
+from everlong.engines.torch_engine.decided import DecidedCache
 from everlong.engines.torch_engine.loading import load_adapters, load_weight_set
 from everlong.engines.torch_engine.sampler import Drawn, Draws, draw
 from everlong.engines.torch_engine.scheduler import Work
+from everlong.models.decisions import Recorder
 from everlong.models.head import hide_padding
 from everlong.models.llama.model import Llama
-from everlong.models.llama.packed import PackedLlama
+from everlong.models.networks import packed_network
 from everlong.models.numerics import Numerics
 from everlong.weights import RawTensor, WeightSet
 
@@ -28,6 +31,8 @@ from everlong.weights import RawTensor, WeightSet
 class StepResult:
     drawn: Drawn | None
     """One row for each work that samples, in their order; None where none does."""
+    decided: tuple[Decisions | None, ...]
+    """For each of these what the network decided for the tokens that were asked for; None where none were."""
     forward_s: float
     sample_s: float
 
@@ -37,8 +42,10 @@ class StepRunner:
         self._model, self._block_tokens = model, block_tokens
         dtype = torch.float32 if model.numerics is Numerics.ALIGNED else model.dtype
         # aligned bits are those of the model's own products
-        self._packed = None if model.numerics is Numerics.ALIGNED else PackedLlama(model)
+        self._packed = None if model.numerics is Numerics.ALIGNED else packed_network(model)
         self._cache = KeyValueCache(model.config, num_blocks, block_tokens, dtype)
+        shapes = model.config.decisions
+        self._decided = DecidedCache(shapes, num_blocks * block_tokens) if shapes else None
         self._frozen: Mapping[str, RawTensor] | None = None
         """What the model was last loaded with; a reader hands the same on as long as it stays."""
 
@@ -55,13 +62,19 @@ class StepRunner:
             self._packed.pack()
 
     @torch.inference_mode()
-    def run(self, works: Ordered[Work], draws: Draws) -> StepResult:
+    def run(self, works: Ordered[Work], draws: Draws, wanted: Ordered[int | None]) -> StepResult:
+        """`wanted`: for each work that samples the first position whose decisions are wanted, up to its last; or None."""
         began = time.perf_counter()
         network, config = self._packed or self._model, self._model.config
         ids = np.concatenate([work.sequence.ids[work.start : work.start + work.count] for work in works])
         positions = np.concatenate([np.arange(work.start, work.start + work.count) for work in works])
         attend = PagedAttend(self._cache, works, self._block_tokens, config.head_dim**-0.5, self._model.numerics)
-        hidden = network(torch.from_numpy(ids), torch.from_numpy(positions), attend)
+        if self._decided is None:
+            hidden = network(torch.from_numpy(ids), torch.from_numpy(positions), attend)
+        else:
+            recorder = Recorder()
+            hidden = network(torch.from_numpy(ids), torch.from_numpy(positions), attend, recorder)
+            self._decided.write(slots_of_step(works, self._block_tokens), recorder.rows())
         forward = time.perf_counter()
         ends = np.cumsum([work.count for work in works]) - 1
         rows = ends[[work.samples for work in works]]
@@ -69,4 +82,13 @@ class StepRunner:
         if rows.size:
             logits = network.logits(hidden[torch.from_numpy(rows)])
             drawn = draw(hide_padding(logits, config), draws, config.vocab_size)
-        return StepResult(drawn, forward - began, time.perf_counter() - forward)
+        decided = tuple(
+            self._decided_of(work, first)
+            for work, first in zip((work for work in works if work.samples), wanted, strict=True)
+        )
+        return StepResult(drawn, decided, forward - began, time.perf_counter() - forward)
+
+    def _decided_of(self, work: Work, first: int | None) -> Decisions | None:
+        if first is None or self._decided is None:
+            return None
+        return self._decided.read(slots_of(work.sequence, first, len(work.sequence.ids), self._block_tokens))

@@ -14,7 +14,7 @@ from pathlib import Path
 from everlong.contracts.ports import SandboxSpec
 from everlong.environments.sandboxes.launcher import HOST_ETC, HOST_FOLDERS, INNER_ID, OWN_ETC
 from everlong.environments.sandboxes.layout import TMP, private_folders
-from everlong.environments.sandboxes.trees import copy_tree
+from everlong.environments.sandboxes.trees import TreeSize, copy_tree
 
 TOOLS = "/.everlong"
 """Where the sandbox sees the launcher, read-only."""
@@ -42,8 +42,9 @@ _CAPABILITIES = tuple(
 _READ_ONLY = ("ro", "rbind", "nosuid", "nodev")
 
 
-def lay_out_root(root: Path, spec: SandboxSpec, source: Path | None) -> None:
-    """The root folder, whose workdir holds a copy of `source`; everything that may be written belongs to the agent's user."""
+def lay_out_root(root: Path, spec: SandboxSpec, source: Path | None) -> TreeSize:
+    """The root folder, whose workdir holds a copy of `source`, whose size it gives; everything that may be written belongs to the
+    agent's user."""
     root.mkdir(parents=True)
     root.chmod(0o755)
     for name in HOST_FOLDERS:
@@ -54,17 +55,18 @@ def lay_out_root(root: Path, spec: SandboxSpec, source: Path | None) -> None:
     for name in ("etc", "proc", "dev", "run", "var", TOOLS.strip("/")):
         (root / name).mkdir()
     (root / "var/tmp").symlink_to(TMP)
-    owner = INNER_ID if os.geteuid() == 0 else None
+    owner, size = INNER_ID if os.geteuid() == 0 else None, TreeSize()
     for path in private_folders(spec):
         folder = root / path.strip("/")
         folder.mkdir(parents=True)
         if path == spec.workdir and source is not None:
-            copy_tree(source, folder, owner)
+            size = copy_tree(source, folder, owner)
         if owner is not None:
             os.chown(folder, owner, owner)
     (root / TMP.strip("/")).chmod(0o1777)
     for mount in spec.mounts:
         (root / mount.target.strip("/")).mkdir(parents=True)
+    return size
 
 
 def lay_out_etc(etc: Path) -> None:

@@ -25,8 +25,9 @@ from pathlib import Path
 
 import msgspec
 
-from everlong.contracts.errors import SandboxError
+from everlong.contracts.errors import SandboxError, WorkspaceTooLarge
 from everlong.contracts.ports import Capabilities, Command, ExecResult, PauseTo, SandboxSpec, Snapshot
+from everlong.contracts.records import Limits
 from everlong.environments.sandboxes import guest_files
 from everlong.environments.sandboxes.bundle import ASK, TOOLS, first_process, lay_out_etc, lay_out_root, write_bundle
 from everlong.environments.sandboxes.folders import Territory
@@ -40,19 +41,26 @@ from everlong.environments.sandboxes.layout import (
     folder_name,
     place_mounts,
     private_folders,
+    room_of,
     unknown_snapshot,
 )
 from everlong.environments.sandboxes.local import BASE_ENV
-from everlong.environments.sandboxes.memory_group import remove_group, usable_parent
+from everlong.environments.sandboxes.memory_group import remove_group
 from everlong.environments.sandboxes.registry import Claim, sweep
 from everlong.environments.sandboxes.stacking import Layer, LayerStore
-from everlong.environments.sandboxes.trees import remove_tree
+from everlong.environments.sandboxes.syscalls import REFUSED, UNCOUNTED, refusal
+from everlong.environments.sandboxes.trees import TreeSize, check_room, remove_tree
 
 _PYTHON = "/usr/bin/python3"
 _AGENT = f"-user={INNER_ID}:{INNER_ID}"
 _OWN_MB = 256
 """What the sentry and its helpers may need beside what runs in the sandbox."""
 _PROBE_S = 30.0
+_MEASURE_S = 300.0
+_MAX_PATH = 4000
+"""Bytes of a path in a workdir that is to be copied: what unpacks the copy opens each by its whole path."""
+_TAR_CHANGED = 1
+"""Exit code of tar where a file changed while it was read, or was gone: processes that a command left may do that."""
 _AT_ONCE = 4
 """Sandboxes that start or are restored at the same time: more only wait for each other."""
 
@@ -177,7 +185,7 @@ class GvisorSandbox:
             raise ValueError(f"a fork starts from its parent's workdir: spec.files must be None, got {spec.files!r}")
         async with self._lock, self._files:
             self._check_open()
-            copy = await self._backend.create(spec)
+            copy = await self._backend.create(spec, await self._measure())
             try:
                 await self._pour_into(copy)
             except BaseException:
@@ -294,6 +302,26 @@ class GvisorSandbox:
             raise SandboxError(f"cannot {op} {path} in sandbox {self.name}: {output.decode(errors='replace')[-300:]}")
         return output
 
+    async def _measure(self) -> TreeSize:
+        """What is in the workdir. Raises WorkspaceTooLarge where that is more than can be copied."""
+        words = ("exec", self._id, _PYTHON, "-I", "-S", self._ground.launcher, self._spec.workdir)
+        size_bytes, entries, longest = map(int, (await self._ground.keeper.call(*words, timeout_s=_MEASURE_S)).split())
+        size = TreeSize(entries, size_bytes)
+        check_room(size, self._room())
+        if longest > _MAX_PATH:
+            raise WorkspaceTooLarge(
+                f"the workdir may hold paths of {_MAX_PATH} bytes to be copied, and holds one of {longest}: remove it"
+            )
+        return size
+
+    def _room(self) -> TreeSize:
+        return room_of(self._backend.start_sizes[self._base], self._disk_limits())
+
+    def _disk_limits(self) -> Limits:
+        """Files lie in memory."""
+        limits = self._spec.limits
+        return msgspec.structs.replace(limits, disk_mb=min(limits.disk_mb, limits.memory_mb))
+
     async def _pour_into(self, other: GvisorSandbox) -> None:
         keeper = self._ground.keeper
         pack = keeper.argv("exec", self._id, "tar", "-C", self._spec.workdir, "--numeric-owner", "-cf", "-", ".")
@@ -306,7 +334,7 @@ class GvisorSandbox:
             os.close(reader)
             os.close(writer)
         codes = await asyncio.gather(source.wait(), target.wait())
-        if any(codes):
+        if codes[0] not in (0, _TAR_CHANGED) or codes[1]:
             raise SandboxError(f"the workdir of sandbox {self.name} could not be copied: tar ended with {codes}")
 
     def _begin_close(self, reason: str) -> None:
@@ -341,7 +369,7 @@ class GvisorSandbox:
             raise SandboxError(f"sandbox {self.name} is paused: resume it first")
 
     def _request(self, command: Command) -> Request:
-        spec, limits = self._spec, self._spec.limits
+        spec, limits = self._spec, self._disk_limits()
         cwd = posixpath.join(spec.workdir, command.cwd or "")
         return {
             "isolation": "guest",
@@ -355,9 +383,11 @@ class GvisorSandbox:
             "timeout_s": command.timeout_s,
             "output_bytes": limits.output_bytes,
             "memory_bytes": limits.memory_mb << 20,
-            "disk_bytes": min(limits.disk_mb, limits.memory_mb) << 20,
+            "disk_bytes": limits.disk_mb << 20,
+            "names": self._room().entries,
             "processes": limits.processes,
             "memory_group": "",
+            "filter": refusal(os.uname().machine, REFUSED + UNCOUNTED),
         }
 
 
@@ -378,6 +408,8 @@ class GvisorBackend:
         self._kept: dict[str, Kept] = {}
         self.mounts: dict[Layer, list[tuple[str, str]]] = {}
         """What is mounted where in the sandboxes of a base."""
+        self.start_sizes: dict[Layer, TreeSize] = {}
+        """Of the workdirs that the sandboxes of a base were made with."""
         self._sandboxes: dict[str, GvisorSandbox] = {}
         self._ids, self._snapshot_ids = itertools.count(), itertools.count()
         self._probing = asyncio.Lock()
@@ -396,14 +428,15 @@ class GvisorBackend:
                 self._found = await self._try()
             return self._found
 
-    async def create(self, spec: SandboxSpec) -> GvisorSandbox:
+    async def create(self, spec: SandboxSpec, start_size: TreeSize | None = None) -> GvisorSandbox:
+        """`start_size`: of what will be put into its workdir; None is the size of its files."""
         check_spec(spec)
         if spec.network:
             raise SandboxError(
                 f"sandbox {spec.name} asks for a network, and gVisor sandboxes have none: run the task with sandbox.type local"
             )
         await self.probe()
-        return await self._create(spec)
+        return await self._create(spec, start_size)
 
     async def restore(self, snapshot: Snapshot, names: tuple[str, ...]) -> list[GvisorSandbox]:
         kept = self.kept(snapshot)
@@ -468,13 +501,14 @@ class GvisorBackend:
         await asyncio.to_thread(self.claim.release)
         await asyncio.to_thread(sweep, self._root)
 
-    async def _create(self, spec: SandboxSpec) -> GvisorSandbox:
+    async def _create(self, spec: SandboxSpec, start_size: TreeSize | None = None) -> GvisorSandbox:
         if spec.name in self._sandboxes:
             raise SandboxError(f"a sandbox named {spec.name!r} is open already: names are unique within a backend")
         base = self.layers.new()
         sandbox = self._add(spec, base)
         try:
-            await asyncio.to_thread(self._fill, base, spec)
+            filled = await asyncio.to_thread(self._fill, base, spec)
+            self.start_sizes[base] = start_size or filled
         except BaseException as error:
             await sandbox.close()
             if isinstance(error, OSError):
@@ -488,12 +522,13 @@ class GvisorBackend:
         sandbox = self._sandboxes[spec.name] = GvisorSandbox(self, self._ground, spec, base)
         return sandbox
 
-    def _fill(self, base: Layer, spec: SandboxSpec) -> None:
+    def _fill(self, base: Layer, spec: SandboxSpec) -> TreeSize:
         root = base.path / "root"
-        lay_out_root(root, spec, Path(spec.files).resolve() if spec.files is not None else None)
+        size = lay_out_root(root, spec, Path(spec.files).resolve() if spec.files is not None else None)
         owner = INNER_ID if os.geteuid() == 0 else None
         territory = Territory(root=root, folders=private_folders(spec), workdir=spec.workdir, owner=owner)
         self.mounts[base] = place_mounts(base.path, territory, spec.mounts, caged=True)
+        return size
 
     async def _lay_ground(self) -> None:
         if self._ground is not None:
@@ -513,7 +548,7 @@ class GvisorBackend:
             files=f"{TOOLS}/{files.name}",
             etc=etc,
             tools=tools,
-            memory_groups=await asyncio.to_thread(usable_parent) if os.geteuid() == 0 else None,
+            memory_groups=await asyncio.to_thread(self.claim.usable_groups) if os.geteuid() == 0 else None,
         )
 
     async def _try(self) -> Capabilities:

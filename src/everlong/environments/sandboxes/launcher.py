@@ -1,5 +1,7 @@
 """Runs one command of a sandbox and reports how it ended: `python3 -I -S launcher.py` with a request on standard input.
 
+With a folder as argument it says how much lies in it: bytes, names, bytes of the longest path.
+
 A program of its own, standard library only (even the system's Python runs it), started anew for every command:
 
     manager -> launcher -> init -> command          isolation "namespaces": init is process 1 of a pid namespace
@@ -8,8 +10,9 @@ A program of its own, standard library only (even the system's Python runs it), 
 
 The last one before the command supervises it: collects output, watches time, memory, processes and disk, and when the command
 ends for whatever reason kills everything it started. It also stops when standard input closes: the manager closed the sandbox
-or is dead. A `p` there makes everything stand still, time limit included, until a `c`. In namespaces the command runs as a user without any capability, in a user namespace below init's, so that it can
-neither signal init, nor undo a mount, nor make namespaces of its own.
+or is dead. A `p` there makes everything stand still, time limit included, until a `c`. In namespaces the command runs as a user
+without any capability, in a user namespace below init's, so that it can neither undo a mount nor make namespaces of its own. It
+may have init's user, so init takes no signal from it: the first process of a namespace gets only those that it asks for.
 
 Request: 4 bytes of length, then a marshalled dict (json would cost a third of the start-up time). Reply on standard output:
 `done EXIT TIMED_OUT TRUNCATED MEMORY_EXCEEDED ELAPSED_US`, a newline and the output; or `failed TEXT`; nothing when stopped.
@@ -31,9 +34,16 @@ ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = 1, 2, 4
 AT_RECURSIVE = 0x8000
 SYS_MOUNT_SETATTR = 442
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41}
-PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
-RLIMIT_FSIZE, RLIMIT_CORE, RLIMIT_NPROC = 1, 4, 6
-SIGKILL, SIGPIPE, SIGTERM, SIGCHLD, SIGCONT, SIGSTOP, SIGXFSZ = 9, 13, 15, 17, 18, 19, 25
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 36, 38
+SECCOMP_FILTER = 2
+SYS_KEYCTL = {"x86_64": 250, "aarch64": 219, "riscv64": 219}
+JOIN_SESSION_KEYRING = 1
+SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 444, 445, 446
+LANDLOCK_SCOPES_SINCE = 6
+LANDLOCK_WRITES, LANDLOCK_FILE_WRITES, LANDLOCK_MAKES_DEVICE = 0x7FF2, 0x4002, 0x0840
+LANDLOCK_SCOPES = 3
+RLIMIT_FSIZE, RLIMIT_CORE, RLIMIT_NPROC, RLIMIT_NOFILE = 1, 4, 6, 7
+SIGINT, SIGKILL, SIGPIPE, SIGTERM, SIGCHLD, SIGCONT, SIGSTOP, SIGXFSZ = 2, 9, 13, 15, 17, 18, 19, 25
 SIG_BLOCK, SIG_SETMASK = 0, 2
 
 INNER_ID = 1000
@@ -42,6 +52,13 @@ SAMPLE_S = 0.1
 """Memory and processes are looked at this often: what a command can grow within it is the overshoot."""
 DISK_SAMPLE_S = 1.0
 SHM_BYTES = 64 << 20
+SHM_INFO, MSG_INFO = 14, 12
+OPEN_FILES = 4096
+"""A process may have so many: each holds memory of the kernel that no sample sees."""
+INOTIFY_INSTANCES = 32
+"""The kernel charges them also to the user who made the sandbox, who may have 128."""
+IN_MEMORY = ("/memfd:", "/dev/shm/", "/dev/zero", "/SYSV")
+"""Files that are no files of a disk, as /proc shows them."""
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 HOST_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 HOST_ETC = (
@@ -164,7 +181,7 @@ def escape(path):
 
 def enter_guest():
     """In gVisor the whole kernel is the sandbox's own: only the processes of this command need to be told apart."""
-    unshare("mount namespace", NEWNS)
+    unshare("mount, ipc namespaces", NEWNS | NEWIPC)
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
 
@@ -253,17 +270,26 @@ def become(request, caged, output, trouble, ready, mapped):
         elif caged:
             drop_privileges(request["outer_id"], ready, mapped)
         call("no_new_privs", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-        limit(RLIMIT_CORE, 0)
+        # 1 and not 0: that is what keeps the kernel from starting the host's own collector of core dumps (core(5)).
+        limit(RLIMIT_CORE, 1)
         limit(RLIMIT_FSIZE, request["disk_bytes"])
+        lower(RLIMIT_NOFILE, OPEN_FILES)
         if caged:
             limit(RLIMIT_NPROC, request["processes"])
         for ignored_by_python in (SIGPIPE, SIGXFSZ):
             libc.signal(ignored_by_python, None)
         libc.sigprocmask(SIG_SETMASK, bytes(128), None)
         os.umask(0o022)
+        if not request["guest"]:
+            # The session's keys of whoever started us would be the command's. Without a keyring of its own the filter holds.
+            libc.syscall(SYS_KEYCTL.get(os.uname().machine, -1), JOIN_SESSION_KEYRING, None)
+        if caged and not request["guest"]:
+            restrict_writes(request["folders"])
         null = os.open("/dev/null", os.O_RDONLY)
         for source, target in ((null, 0), (output, 1), (output, 2)):
             os.dup2(source, target)
+        if request["filter"]:
+            refuse_calls(request["filter"])
     except BaseException as error:
         os.write(trouble, f"start of the command: {error or type(error).__name__}".encode()[:4096])
         os._exit(1)
@@ -300,6 +326,7 @@ def drop_privileges(outer_id, ready, mapped):
     if not os.read(mapped, 1):
         raise Failed("no user was mapped")
     write_text("/proc/sys/user/max_user_namespaces", "0")
+    write_text("/proc/sys/user/max_inotify_instances", str(INOTIFY_INSTANCES))
     for capability in range(64):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     if outer_id:
@@ -318,11 +345,51 @@ def drop_root():
 
 
 def limit(which, value):
-    """Lower a limit; where the host's is lower already, that one stays."""
-    pair = (ctypes.c_ulong * 2)()
-    call(f"getrlimit {which}", libc.getrlimit(which, ctypes.byref(pair)))
+    """Set a limit; where the host's is lower already, that one stays."""
+    pair = read_limit(which)
     pair[0] = pair[1] = min(value, pair[1])
     call(f"setrlimit {which}", libc.setrlimit(which, ctypes.byref(pair)))
+
+
+def lower(which, value):
+    """Lower what a program may raise its limit to, and the limit only where it is beyond that."""
+    pair = read_limit(which)
+    pair[0], pair[1] = min(value, pair[0]), min(value, pair[1])
+    call(f"setrlimit {which}", libc.setrlimit(which, ctypes.byref(pair)))
+
+
+def read_limit(which):
+    pair = (ctypes.c_ulong * 2)()
+    call(f"getrlimit {which}", libc.getrlimit(which, ctypes.byref(pair)))
+    return pair
+
+
+def restrict_writes(folders):
+    """Landlock, where the kernel has it with scopes: nothing is written but in the sandbox's own folders, no device made, and
+    neither a signal nor a connection to an abstract socket reaches a process outside."""
+    if libc.syscall(SYS_LANDLOCK_CREATE, None, 0, 1) < LANDLOCK_SCOPES_SINCE:
+        return
+    ruled = (ctypes.c_uint64 * 3)(LANDLOCK_WRITES, 0, LANDLOCK_SCOPES)
+    rules = call("landlock", libc.syscall(SYS_LANDLOCK_CREATE, ctypes.byref(ruled), ctypes.sizeof(ruled), 0))
+    inside = LANDLOCK_WRITES & ~LANDLOCK_MAKES_DEVICE
+    allowed = [(path, inside) for path in (*folders, "/dev/shm")] + [
+        (path, LANDLOCK_FILE_WRITES) for path in ("/dev", "/proc")
+    ]
+    for path, writes in allowed:
+        folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        # struct landlock_path_beneath_attr is packed: 8 bytes of rights, 4 of a descriptor.
+        rule = writes.to_bytes(8, sys.byteorder) + folder.to_bytes(4, sys.byteorder)
+        call(f"landlock {path}", libc.syscall(SYS_LANDLOCK_ADD, rules, 1, rule, 0))
+        os.close(folder)
+    call("landlock", libc.syscall(SYS_LANDLOCK_RESTRICT, rules, 0))
+    os.close(rules)
+
+
+def refuse_calls(program):
+    """Seccomp: the filter counts from here on, for everything that the command starts."""
+    code = ctypes.create_string_buffer(program, len(program))
+    given = (ctypes.c_uint64 * 2)(len(program) // 8, ctypes.addressof(code))
+    call("seccomp", libc.prctl(PR_SET_SECCOMP, SECCOMP_FILTER, ctypes.byref(given), 0, 0))
 
 
 # Supervision ----------------------------------------------------------------------------------------------------------
@@ -338,14 +405,6 @@ class Namespace:
         try:  # noqa: SIM105  (contextlib would cost start-up time)
             os.kill(-1, number)
         except ProcessLookupError:
-            pass
-
-    def kill(self):
-        try:
-            os.kill(-1, SIGKILL)
-            while True:
-                os.waitpid(-1, 0)
-        except (ProcessLookupError, ChildProcessError):
             pass
 
 
@@ -373,13 +432,19 @@ class Descendants:
             except OSError:
                 pass
 
-    def kill(self):
-        while True:
-            self.signal(SIGKILL)
-            try:
-                os.waitpid(-1, 0)
-            except ChildProcessError:
-                return
+
+def kill_family(family):
+    """Until none is left. Again and again: gVisor may miss one that is just being forked, and waiting for it would never end."""
+    wait_s = 0.0005
+    while True:
+        family.signal(SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, SAMPLE_S)
 
 
 class Stopped(Exception):
@@ -400,16 +465,16 @@ class Supervisor:
         self.child, self.status = child, None
         self.begin = time.monotonic()
         self.oom_kills = self.count_oom_kills()
-        self.disk_at_start = self.disk_bytes()
+        self.disk_at_start, self.names_at_start = self.own_files()
         try:
             self.watch(output)
         finally:
             if self.status is None or not self.request["keep_processes"]:
-                self.family.kill()
+                kill_family(self.family)
         elapsed = time.monotonic() - self.begin
         self.drain(output)
         self.check_group()
-        self.check_disk()
+        self.check_disk([])
         if self.note:
             self.output += self.note
         numbers = (self.exit_code(), self.timed_out, self.truncated, self.memory_exceeded, int(elapsed * 1e6))
@@ -494,16 +559,19 @@ class Supervisor:
     def sample(self):
         pids = self.family.pids()
         self.check_group()
-        if sum(resident_bytes(pid) for pid in pids) > self.request["memory_bytes"]:
+        kept = self.kept_bytes()
+        if sum(resident_bytes(pid) for pid in pids) + kept > self.request["memory_bytes"]:
             # Resident pages count once per process that maps them; this finer sum costs more, so it comes second.
-            self.memory_exceeded |= sum(own_bytes(pid) for pid in pids) > self.request["memory_bytes"]
+            sizes = [own_bytes(pid) for pid in pids]
+            anonymous, shared = sum(size[0] for size in sizes), sum(size[1] for size in sizes)
+            self.memory_exceeded |= anonymous + max(shared, kept) > self.request["memory_bytes"]
         # Namespaces have the kernel's own limit; without them this is the only one.
         too_many = len(pids) > self.request["processes"]
         if too_many:
             self.note = b"[sandbox] process limit of %d exceeded\n" % self.request["processes"]
         now = time.monotonic()
         if now >= self.next_disk:
-            self.check_disk()
+            self.check_disk(pids)
             self.next_disk = now + max(DISK_SAMPLE_S, 20 * (time.monotonic() - now))
         self.killed |= self.memory_exceeded or too_many
         self.next_sample = now + SAMPLE_S
@@ -517,15 +585,31 @@ class Supervisor:
         words = os.pread(self.oom_control, 4096, 0).split()
         return int(words[words.index(b"oom_kill") + 1])
 
-    def check_disk(self):
-        used, allowed = self.disk_bytes(), self.request["disk_bytes"]
+    def kept_bytes(self):
+        """Memory that lies in files and segments of the sandbox's own, whether a process maps it or not."""
+        if self.request["memory_group"] >= 0 or self.request["seen_root"]:
+            return 0  # a control group counts it; without namespaces it is the host's
+        if self.request["guest"]:
+            return tree_size("/dev/shm")[0] + segment_bytes()
+        memory = os.statvfs("/dev/shm")
+        return (memory.f_blocks - memory.f_bfree) * memory.f_frsize + segment_bytes()
+
+    def check_disk(self, pids):
+        used, names = self.own_files()
+        used += nameless_bytes(pids)
+        allowed, allowed_names = self.request["disk_bytes"], self.request["names"]
         # A command that only frees space may run although the sandbox is over its limit.
         if used > allowed and used > self.disk_at_start:
             self.killed = True
             self.note = b"[sandbox] disk limit of %d MB exceeded\n" % (allowed >> 20)
+        elif names > allowed_names and names > self.names_at_start:
+            self.killed = True
+            self.note = b"[sandbox] limit of %d names of files exceeded\n" % allowed_names
 
-    def disk_bytes(self):
-        return sum(tree_bytes(self.request["seen_root"] + path) for path in self.request["folders"])
+    def own_files(self):
+        """Bytes and names in the folders that may be written."""
+        sizes = [tree_size(self.request["seen_root"] + path) for path in self.request["folders"]]
+        return sum(size[0] for size in sizes), sum(size[1] for size in sizes)
 
     def exit_code(self):
         if self.timed_out:
@@ -536,37 +620,45 @@ class Supervisor:
         return code if code >= 0 else 128 - code
 
 
-def tree_bytes(top):
-    """Blocks of all that lies below a folder, walked with one folder open at a time: a whole path ends at 4096 bytes, and what
-    lies deeper would not count. A folder that is moved meanwhile ends the walk early; after the command none is."""
+def tree_size(top):
+    """Blocks in bytes of all that lies below a folder, how many names it has, and the bytes of its longest path.
+
+    Walked with one folder open at a time: a whole path ends at 4096 bytes, and what lies deeper would not count. A folder that is
+    moved meanwhile ends the walk early; after the command none is.
+    """
     try:
         here = os.open(top, FOLDER)
     except OSError:
-        return 0
-    total, folders = list_folder(here)
-    way = [(os.fstat(here), folders)]
+        return 0, 0, 0
+    total, names, folders = list_folder(here)
+    longest = length = 0
+    way = [(os.fstat(here), folders, 0)]
     try:
         while way:
-            status, folders = way[-1]
+            status, folders, size = way[-1]
             if not os.path.samestat(os.fstat(here), status):
-                return total
+                break
             if folders:
+                name = folders.pop()
                 try:
-                    inner = os.open(folders.pop(), FOLDER, dir_fd=here)
+                    inner = os.open(name, FOLDER, dir_fd=here)
                 except OSError:
                     continue
                 here = replace_fd(here, inner)
-                size, below = list_folder(here)
-                total += size
-                way.append((os.fstat(here), below))
+                used, more, below = list_folder(here)
+                total, names = total + used, names + more
+                way.append((os.fstat(here), below, len(os.fsencode(name)) + 1))
+                length += way[-1][2]
+                longest = max(longest, length)
             else:
                 way.pop()
+                length -= size
                 here = replace_fd(here, os.open("..", FOLDER, dir_fd=here))
     except OSError:
         pass
     finally:
         os.close(here)
-    return total
+    return total, names, longest
 
 
 def replace_fd(old, new):
@@ -575,17 +667,46 @@ def replace_fd(old, new):
 
 
 def list_folder(fd):
-    """Blocks of what is in a folder itself, and the names of the folders in it."""
-    total, folders = 0, []
+    """Blocks in bytes of what is in a folder itself, how many names that is, and the names of the folders in it."""
+    total, names, folders = 0, 0, []
     try:
         with os.scandir(fd) as entries:
             for entry in entries:
                 total += entry.stat(follow_symlinks=False).st_blocks * 512
+                names += 1
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.name)
     except OSError:
         pass
-    return total, folders
+    return total, names, folders
+
+
+def nameless_bytes(pids):
+    """Files that were removed while one of these processes has them open: no walk of folders finds them."""
+    found = {}
+    for pid in pids:
+        try:
+            with os.scandir(f"/proc/{pid}/fd") as entries:
+                for entry in entries:
+                    try:
+                        status = entry.stat()
+                        if status.st_nlink or status.st_mode & 0o170000 != 0o100000:
+                            continue
+                        if not os.readlink(entry.path).startswith(IN_MEMORY):
+                            found[status.st_dev, status.st_ino] = status.st_blocks * 512
+                    except OSError:
+                        continue
+        except OSError:
+            continue
+    return sum(found.values())
+
+
+def segment_bytes():
+    """Memory of System V segments and messages in this namespace, attached or not."""
+    segments, messages = (ctypes.c_ulong * 8)(), (ctypes.c_int * 16)()
+    libc.shmctl(0, SHM_INFO, ctypes.byref(segments))  # how many, pages, resident pages, ...
+    libc.msgctl(0, MSG_INFO, ctypes.byref(messages))  # ..., the seventh is the bytes of all messages
+    return segments[2] * os.sysconf("SC_PAGESIZE") + messages[6]
 
 
 def resident_bytes(pid):
@@ -600,10 +721,10 @@ def own_bytes(pid):
     """Anonymous and shared memory, each page divided among those who map it."""
     try:
         with open(f"/proc/{pid}/smaps_rollup") as file:
-            lines = [line.split() for line in file]
+            sizes = {words[0]: int(words[1]) << 10 for words in map(str.split, file) if words[0].startswith("Pss_")}
     except OSError:
-        return resident_bytes(pid)  # gVisor has no such file
-    return sum(int(words[1]) << 10 for words in lines if words[0] in ("Pss_Anon:", "Pss_Shmem:"))
+        return resident_bytes(pid), 0  # gVisor has no such file
+    return sizes.get("Pss_Anon:", 0), sizes.get("Pss_Shmem:", 0)
 
 
 # The program ----------------------------------------------------------------------------------------------------------
@@ -619,10 +740,10 @@ def read_exactly(size):
     return data
 
 
-def block_signals():
-    """SIGCHLD and SIGTERM arrive in a file descriptor, where a poll sees them and no handler races."""
+def block_signals(*numbers):
+    """They arrive in a file descriptor, where a poll sees them and no handler races."""
     mask = ctypes.create_string_buffer(128)
-    for number in (SIGTERM, SIGCHLD):
+    for number in numbers:
         libc.sigaddset(mask, number)
     libc.sigprocmask(SIG_BLOCK, mask, None)
     return call("signalfd", libc.signalfd(-1, mask, 0o2000000))
@@ -671,13 +792,16 @@ def supervise(request, caged, signals):
 
 
 def main():
+    if len(sys.argv) > 1:
+        print(*tree_size(sys.argv[1]))
+        return
     request = marshal.loads(read_exactly(int.from_bytes(read_exactly(4), "little")))
     request["own_namespace"] = False
     request["guest"] = request["isolation"] == "guest"
     if request["isolation"] == "none" or request["keep_processes"]:
         die_with(None if request["guest"] else request["parent"], SIGTERM)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        supervise(request, False, block_signals())
+        supervise(request, False, block_signals(SIGTERM, SIGCHLD))
         return
     die_with(None if request["guest"] else request["parent"], SIGKILL)
     try:
@@ -691,7 +815,9 @@ def main():
         return
     if init == 0:
         die_with(None, SIGKILL)
-        supervise(request, True, block_signals())
+        # Python handles this one, and a blocked one is kept: the first process gets both, and the command may have its user.
+        libc.signal(SIGINT, None)
+        supervise(request, True, block_signals(SIGCHLD))
         os._exit(0)
     os.waitpid(init, 0)
 

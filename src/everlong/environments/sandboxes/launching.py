@@ -18,7 +18,7 @@ GRACE_S = 30.0
 """The launcher keeps the time limit; one that says nothing for so much longer is broken."""
 _STOP_S = 5.0
 
-Field = str | int | float | bool | list[str] | dict[str, str] | list[tuple[str, str]]
+Field = str | bytes | int | float | bool | list[str] | dict[str, str] | list[tuple[str, str]]
 Request = Mapping[str, Field]
 
 

@@ -10,10 +10,13 @@ from urllib.parse import quote
 
 from everlong.contracts.errors import SandboxError
 from everlong.contracts.ports import Mount, SandboxSpec, Snapshot
+from everlong.contracts.records import Limits
 from everlong.environments.sandboxes.folders import Territory, is_below
 from everlong.environments.sandboxes.trees import TreeSize, copy_tree, remove_tree
 
 TMP = "/tmp"
+MAX_ENTRIES = 1_000_000
+"""Names that commands may add to a sandbox. No limit of the kernel holds them, and a copy of so many takes a minute."""
 _TAKEN = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/proc", "/dev", "/sys", "/var/tmp")
 _MAX_NAME = 200
 
@@ -21,6 +24,11 @@ _MAX_NAME = 200
 def private_folders(spec: SandboxSpec) -> tuple[str, ...]:
     """Every folder inside that may be written: the workdir first."""
     return tuple(dict.fromkeys((spec.workdir, TMP, *spec.writable)))
+
+
+def room_of(start: TreeSize, limits: Limits) -> TreeSize:
+    """What commands may leave: the limits, beyond what the workdir was made with."""
+    return TreeSize(start.entries + MAX_ENTRIES, start.size_bytes + (limits.disk_mb << 20))
 
 
 def folder_name(name: str) -> str:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -48,18 +49,18 @@ from everlong.environments.sandboxes.layout import (
     make_home,
     place_mounts,
     private_folders,
+    room_of,
     unknown_snapshot,
 )
-from everlong.environments.sandboxes.memory_group import remove_group, usable_parent
+from everlong.environments.sandboxes.memory_group import remove_group
 from everlong.environments.sandboxes.registry import MARKER, Claim, kill_marked, sweep
 from everlong.environments.sandboxes.stacking import LayerStore, Source, Stack, alone_in, empty_like
+from everlong.environments.sandboxes.syscalls import MACHINES, REFUSED, UNCOUNTED, refusal
 from everlong.environments.sandboxes.trees import TreeSize, copy_tree, remove_tree
 
 AGENT_ID = 65534
 """User and group that commands run as when we are root: the agent must never be root of the host."""
 BASE_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "TZ": "UTC"}
-MAX_ENTRIES = 1_000_000
-"""Names that commands may add to a workdir that is to be copied. No limit of the kernel holds them, and a copy takes a minute."""
 _PROBE_S = 20.0
 _LOG = logging.getLogger(__name__)
 
@@ -180,9 +181,7 @@ class LocalSandbox:
         return Source(folders if is_there else (), self._stack, self._room())
 
     def _room(self) -> TreeSize:
-        """What commands may leave in the workdir: its limits, beyond what it was made with."""
-        start, disk_bytes = self._start_size, self._spec.limits.disk_mb << 20
-        return TreeSize(start.entries + MAX_ENTRIES, start.size_bytes + disk_bytes)
+        return room_of(self._start_size, self._spec.limits)
 
     async def pause(self, to: PauseTo = "stopped") -> None:
         if to == "disk":
@@ -239,11 +238,11 @@ class LocalSandbox:
         """What it is now as layers that nobody changes; with overlays it goes on above them."""
         layers, root = self._backend.layers, self._territory.root
         if not self._place.overlays:
-            return (layers.copy(root),)
+            return (layers.copy(root, (), self._room()),)
         if len(self._stack) < MAX_LAYERS:
             stack = (layers.seal(root), *self._stack)
         else:
-            stack = (layers.copy(root, self._stack),)
+            stack = (layers.copy(root, self._stack, self._room()),)
             remove_tree(root)
         self._stand_on(stack)
         return stack
@@ -366,8 +365,10 @@ class LocalSandbox:
             "output_bytes": limits.output_bytes,
             "memory_bytes": limits.memory_mb << 20,
             "disk_bytes": limits.disk_mb << 20,
+            "names": self._room().entries,
             "processes": limits.processes,
             "memory_group": str(self._memory_group or ""),
+            "filter": refused_calls(counted=self._memory_group is not None) if self._caged else b"",
             "keep_processes": False,
             "layers": str(self._backend.layers.layers_folder),
             "lowers": [layer.path.name for layer in self._stack],
@@ -483,7 +484,8 @@ class LocalBackend:
     async def _try_places(self) -> tuple[Place, Capabilities]:
         failures: list[str] = []
         for isolation in ("namespaces", "none") if self._isolation == "auto" else (self._isolation,):
-            groups = await asyncio.to_thread(usable_parent) if isolation == "namespaces" and os.geteuid() == 0 else None
+            grouped = isolation == "namespaces" and os.geteuid() == 0
+            groups = await asyncio.to_thread(self.claim.usable_groups) if grouped else None
             for python in python_candidates():
                 try:
                     launcher = await compile_program(python, self.claim.folder)
@@ -533,6 +535,17 @@ def agent_owner() -> int | None:
         return None
     ranges = [[int(word) for word in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
     return AGENT_ID if any(first <= AGENT_ID < first + count for first, _, count in ranges) else None
+
+
+@functools.cache
+def refused_calls(*, counted: bool) -> bytes:
+    """The filter for this machine. `counted`: a control group holds the memory. Raises SandboxError."""
+    machine = os.uname().machine
+    if machine not in MACHINES:
+        raise SandboxError(
+            f"namespaces need a machine whose system calls are known ({', '.join(MACHINES)}), got {machine}"
+        )
+    return refusal(machine, REFUSED if counted else REFUSED + UNCOUNTED)
 
 
 def describe(place: Place, process_limit: bool, failures: list[str]) -> Capabilities:

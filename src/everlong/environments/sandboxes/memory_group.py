@@ -7,26 +7,16 @@ not alone in its own; there, and for ordinary users, the launcher samples instea
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
-
-def usable_parent() -> Path | None:
-    """The memory group that we run in, if a limited one can be made below it: found by making one."""
-    folder = _own_group()
-    if folder is None:
-        return None
-    trial = folder / f"everlong-trial-{os.getpid()}"
-    try:
-        make_group(trial, 64 << 20)
-    except OSError:
-        return None
-    finally:
-        remove_group(str(trial))
-    return folder
+_PATIENCE_S = 10.0
+"""A process that was killed is in its group until the kernel has taken it apart."""
 
 
-def _own_group() -> Path | None:
+def own_group() -> Path | None:
+    """The memory group that this process runs in."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -44,13 +34,31 @@ def make_group(folder: Path, limit_bytes: int) -> None:
     (folder / "memory.limit_in_bytes").write_text(str(limit_bytes))
 
 
-def remove_group(folder: str) -> None:
-    """Remove a group whose processes are dead; the kernel may need a moment to see that they are."""
-    for _ in range(50):
+def remove_group(folder: str) -> bool:
+    """Kill what is in a group of ours and remove it; false where something in it does not die."""
+    until = time.monotonic() + _PATIENCE_S
+    while True:
         try:
             os.rmdir(folder)
-            return
+            return True
         except FileNotFoundError:
-            return
+            return True
         except OSError:
-            time.sleep(0.02)
+            if time.monotonic() > until:
+                return False
+        _kill_members(folder)
+        time.sleep(0.02)
+
+
+def _kill_members(folder: str) -> None:
+    try:
+        members = Path(folder, "cgroup.procs").read_text().split()
+    except OSError:
+        return
+    for pid in map(int, members):
+        if pid == 0:
+            continue  # of a namespace that we do not see into; 0 would be ourselves
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue

@@ -1,7 +1,8 @@
 """Who owns which sandbox folders, so that what a killed manager left behind is found and removed, and nothing else.
 
 `root/run-XXXXXXXX/lock` is locked (flock) for as long as its manager lives: the kernel lets go of it however the manager ends,
-and no process id can be mistaken for another. `root/run-XXXXXXXX/memory_groups` lists the control groups it made.
+and no process id can be mistaken for another. A
+child that was just forked holds it too, until its program begins: where the process that the file names is gone, that is waited for. `root/run-XXXXXXXX/memory_groups` lists the control groups it made.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ import select
 import signal
 import stat
 import tempfile
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from everlong.environments.sandboxes.memory_group import make_group, remove_group
+from everlong.environments.sandboxes.memory_group import make_group, own_group, remove_group
 from everlong.environments.sandboxes.trees import remove_tree
 
 MARKER = "EVERLONG_SANDBOX"
 """Environment variable by which a sandbox's processes are found where no namespace holds them together."""
 _GROUPS = "memory_groups"
 _PREFIX = "run-"
+_FORKED_S = 5.0
 
 
 class Claim:
@@ -43,6 +46,20 @@ class Claim:
         with open(self.folder / _GROUPS, "a") as file:
             file.write(f"{group}\n")
         make_group(group, limit_bytes)
+
+    def usable_groups(self) -> Path | None:
+        """The memory group that we run in, if a limited one can be made below it: found by making one."""
+        folder = own_group()
+        if folder is None:
+            return None
+        trial = folder / f"everlong-{self.folder.name}-trial"
+        try:
+            self.make_group(trial, 64 << 20)
+        except OSError:
+            return None
+        finally:
+            remove_group(str(trial))
+        return folder
 
     def release(self) -> None:
         """Idempotent."""
@@ -71,15 +88,28 @@ def sweep(root: Path, prefix: str = _PREFIX) -> list[Path]:
     """Remove every folder of ours below `root` whose manager is dead, with its processes and groups; gives their paths."""
     swept = []
     for folder in sorted(root.glob(f"{prefix}*")):
-        lock = _try_lock(folder / "lock", create=False) if _is_ours(folder) else None
-        if lock is None:
+        if not _is_ours(folder):
             continue
-        try:
-            _clear(folder)
+        lock = _try_lock(folder / "lock", create=False)
+        if lock is not None:
+            try:
+                _clear(folder)
+            finally:
+                os.close(lock)
+        elif not _remove_empty(folder):
+            continue
+        if not folder.exists():
             swept.append(folder)
-        finally:
-            os.close(lock)
     return swept
+
+
+def _remove_empty(folder: Path) -> bool:
+    """Whether it was empty: its manager died, or is, between making it and locking it (and then makes another one)."""
+    try:
+        folder.rmdir()
+    except OSError:
+        return False
+    return True
 
 
 def _is_ours(folder: Path) -> bool:
@@ -92,12 +122,17 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _clear(folder: Path) -> None:
+    """Remove what a manager made. The lock goes last: whoever is killed on the way leaves a folder that the next one finds."""
     kill_marked(f"{folder}/")
     groups = folder / _GROUPS
-    if groups.exists():
-        for group in groups.read_text().split():
-            remove_group(group)
-    remove_tree(folder)
+    made = groups.read_text().splitlines() if groups.exists() else []
+    left = [group for group in made if not remove_group(group)]
+    kept = {"lock", _GROUPS} if left else {"lock"}
+    for entry in list(folder.glob("*")):
+        if entry.name not in kept:
+            remove_tree(entry)
+    if not left:  # else the next one tries again
+        remove_tree(folder)
 
 
 def _try_lock(path: Path, *, create: bool) -> int | None:
@@ -107,13 +142,44 @@ def _try_lock(path: Path, *, create: bool) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        until = time.monotonic() + _FORKED_S
+        while not _lock_now(fd):
+            if create or not _owner_is_gone(fd) or time.monotonic() > until:
+                os.close(fd)
+                return None
+            time.sleep(0.02)
         if path.exists() and path.stat().st_ino == os.fstat(fd).st_ino:
+            if create:
+                os.pwrite(fd, f"{os.getpid()} {_began(os.getpid())}".encode(), 0)
             return fd
-    except BlockingIOError:
-        pass
+    except BaseException:
+        os.close(fd)
+        raise
     os.close(fd)
     return None
+
+
+def _lock_now(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _owner_is_gone(fd: int) -> bool:
+    """Whether the process that made this lock has ended; one that has not said its name yet has not."""
+    pid, _, began = os.pread(fd, 100, 0).decode().partition(" ")
+    return pid.isdigit() and _began(int(pid)) != began
+
+
+def _began(pid: int) -> str:
+    """When it began, in ticks: no two processes of one id share it. Empty where there is none, or where it is dead already."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return ""
+    return "" if words[0] in "ZX" else words[19]
 
 
 def kill_marked(prefix: str) -> list[int]:

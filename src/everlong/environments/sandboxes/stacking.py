@@ -61,12 +61,15 @@ class LayerStore:
         os.rename(upper, layer.path)
         return layer
 
-    def copy(self, upper: Path, stack: Stack = ()) -> Layer:
-        """A layer that holds a copy of what `upper` and the stack below it show together, owners included."""
+    def copy(self, upper: Path, stack: Stack, room: TreeSize) -> Layer:
+        """A layer that holds a copy of what `upper` and the stack below it show together, owners included.
+
+        Raises WorkspaceTooLarge beyond `room`.
+        """
         layer = self.new()
         try:
             with alone_in(stack):
-                copy_tree((upper, *(part.path for part in stack)), layer.path, None, keep_owners=True)
+                copy_tree((upper, *(part.path for part in stack)), layer.path, None, room, keep_owners=True)
         except BaseException:
             remove_tree(layer.path)
             raise

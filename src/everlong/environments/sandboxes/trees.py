@@ -33,6 +33,15 @@ class TreeSize:
     """On disk: holes count nothing, a file with several names counts once."""
 
 
+def check_room(size: TreeSize, room: TreeSize | None) -> None:
+    """Raises WorkspaceTooLarge beyond it; None is room for anything."""
+    if room is not None and (size.entries > room.entries or size.size_bytes > room.size_bytes):
+        raise WorkspaceTooLarge(
+            f"the workdir may hold {room.entries} names and {room.size_bytes >> 20} MB to be copied, and holds more: "
+            "remove what is not needed, or raise the task's storage_mb"
+        )
+
+
 @dataclass(slots=True)
 class _Level:
     """A folder between the top and where a walk stands."""
@@ -192,12 +201,7 @@ class _Copy:
         self.entries += 1
         if status.st_nlink == 1 or stat.S_ISDIR(status.st_mode) or not os.path.lexists(self._first(status)):
             self.size_bytes += status.st_blocks * 512
-        room = self._room
-        if room is not None and (self.entries > room.entries or self.size_bytes > room.size_bytes):
-            raise WorkspaceTooLarge(
-                f"the workdir may hold {room.entries} names and {room.size_bytes >> 20} MB to be copied, and holds more: "
-                "remove what is not needed, or raise the task's storage_mb"
-            )
+        check_room(TreeSize(self.entries, self.size_bytes), self._room)
 
     def _first(self, status: os.stat_result) -> str:
         """Where the first copy of a file with several names is noted, as one more name of it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from everlong.models.llama.config import LlamaConfig
 
 PROJECTIONS = {
@@ -21,11 +23,24 @@ def projection_name(layer: int, projection: str) -> str:
     return f"model.layers.{layer}.{PROJECTIONS[projection]}"
 
 
-def weight_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+Shapes = dict[str, tuple[int, ...]]
+
+
+def mlp_shapes(config: LlamaConfig) -> Shapes:
+    """What stands behind the second norm of a layer, by its name below `model.layers.N`."""
+    width, inner = config.hidden_size, config.intermediate_size
+    return {
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+    }
+
+
+def weight_shapes(config: LlamaConfig, mlp: Callable[[LlamaConfig], Shapes] = mlp_shapes) -> Shapes:
     """Every weight of the checkpoint in a fixed order, rows first (out_features, in_features)."""
     width, q = config.hidden_size, config.num_heads * config.head_dim
-    kv, inner = config.num_kv_heads * config.head_dim, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.padded_vocab_size, width)}
+    kv = config.num_kv_heads * config.head_dim
+    shapes: Shapes = {"model.embed_tokens.weight": (config.padded_vocab_size, width)}
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
         shapes[prefix + "input_layernorm.weight"] = (width,)
@@ -34,9 +49,7 @@ def weight_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         shapes[prefix + "self_attn.v_proj.weight"] = (kv, width)
         shapes[prefix + "self_attn.o_proj.weight"] = (width, q)
         shapes[prefix + "post_attention_layernorm.weight"] = (width,)
-        shapes[prefix + "mlp.gate_proj.weight"] = (inner, width)
-        shapes[prefix + "mlp.up_proj.weight"] = (inner, width)
-        shapes[prefix + "mlp.down_proj.weight"] = (width, inner)
+        shapes |= {prefix + name: shape for name, shape in mlp(config).items()}
     shapes["model.norm.weight"] = (width,)
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.padded_vocab_size, width)

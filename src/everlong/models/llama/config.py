@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from everlong.contracts.decisions import DecisionShape
+
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
@@ -30,6 +32,11 @@ class LlamaConfig:
             raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+
+    @property
+    def decisions(self) -> dict[str, DecisionShape]:
+        """What the network decides per token by choice, and computes for what was chosen, by name; a llama nothing."""
+        return {}
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], *, vocab_size: int | None = None) -> LlamaConfig:

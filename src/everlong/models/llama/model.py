@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everlong.models.adapter_config import LoraConfig
-from everlong.models.llama.checkpoint_names import projection_name, weight_shapes
+from everlong.models.decisions import Decide, as_chosen
+from everlong.models.llama.checkpoint_names import Shapes, projection_name, weight_shapes
 from everlong.models.llama.config import LlamaConfig
 from everlong.models.llama.lora import Adapters, low_rank
-from everlong.models.numerics import Numerics, linear, silu
+from everlong.models.numerics import Numerics, linear, silu, widened
 
 # T tokens, M model width, H query heads, G key-value heads, D head width
 
@@ -27,11 +28,26 @@ class Attend(Protocol):
         ...
 
 
+class Tap(Protocol):
+    """What watches a pass, or changes its gradient."""
+
+    def before_attention(self, layer: int, q_THD: Tensor, k_TGD: Tensor, attend: Attend) -> None:
+        """Sees what will attend."""
+        ...
+
+    def after_layer(self, layer: int, hidden_TM: Tensor) -> Tensor:
+        """The layer's hidden states in, what the next one gets out."""
+        ...
+
+
 class Llama(nn.Module):
-    """Weights are float32 or bfloat16; the residual stream is float32. Aligned numerics compute in float32."""
+    """Weights are float32 or bfloat16; the residual stream is float32. Aligned numerics compute in float32. With float64 weights,
+    which no run has, everything is float64: what is exact can be told from what is rounded."""
 
     _cos: Tensor
     _sin: Tensor
+    tap: Tap | None = None
+    """Of the passes that make a gradient, while somebody asks."""
 
     def __init__(
         self, config: LlamaConfig, *, dtype: torch.dtype = torch.float32, numerics: Numerics = Numerics.FAST
@@ -39,15 +55,23 @@ class Llama(nn.Module):
         super().__init__()
         self.config, self.numerics = config, numerics
         self.adapters: Adapters | None = None
-        self._names = list(weight_shapes(config))
-        self._weights = nn.ParameterList(
-            nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in weight_shapes(config).values()
-        )
+        shapes = self._shapes()
+        self._names = list(shapes)
+        self._weights = nn.ParameterList(nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes.values())
         angles = torch.arange(config.max_positions, dtype=torch.float64)[:, None] * config.rope_theta ** (
             -torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
         )
-        self.register_buffer("_cos", angles.cos().float(), persistent=False)
-        self.register_buffer("_sin", angles.sin().float(), persistent=False)
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        self.register_buffer("_cos", angles.cos().to(wide), persistent=False)
+        self.register_buffer("_sin", angles.sin().to(wide), persistent=False)
+
+    def _shapes(self) -> Shapes:
+        return weight_shapes(self.config)
+
+    @property
+    def num_layer_weights(self) -> int:
+        """Weights of one layer; `named_weights` has them layer after layer."""
+        return sum(name.startswith("model.layers.0.") for name in self._names)
 
     def named_weights(self) -> dict[str, Tensor]:
         """The parameters under their names in a Hugging Face checkpoint, in a fixed order."""
@@ -128,32 +152,46 @@ class Llama(nn.Module):
         for name, target in own.items():
             target.copy_(weights[name])
 
-    def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Hidden state [T, M] in float32 after the final norm."""
+    def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend, decide: Decide = as_chosen) -> Tensor:
+        """Hidden state [T, M] in float32 after the final norm. `decide` settles what `config.decisions` names."""
         weights = iter(self._weights)
-        hidden = F.embedding(ids_T, next(weights)).float()
+        hidden = widened(F.embedding(ids_T, next(weights)))
         rotation = self._cos[positions_T][:, None], self._sin[positions_T][:, None]
         for layer in range(self.config.num_layers):
-            hidden = self._block(layer, hidden, rotation, attend, [next(weights) for _ in range(9)])
+            own = [next(weights) for _ in range(self.num_layer_weights)]
+            hidden = self._block(layer, hidden, rotation, attend, decide, own)
+            hidden = hidden if self.tap is None else self.tap.after_layer(layer, hidden)
         return self._norm(hidden, next(weights))
 
     def logits(self, hidden_TM: Tensor) -> Tensor:
         """float32 [T, padded_vocab_size]; rows that no token has are not hidden."""
-        return linear(hidden_TM, self.head_weight, self.numerics).float()
+        return widened(linear(hidden_TM, self.head_weight, self.numerics))
 
     def _block(
-        self, layer: int, hidden: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend, weights: list[Tensor]
+        self,
+        layer: int,
+        hidden: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        attend: Attend,
+        decide: Decide,
+        weights: list[Tensor],
     ) -> Tensor:
-        norm_in, q_proj, k_proj, v_proj, o_proj, norm_mlp, gate_proj, up_proj, down_proj = weights
+        norm_in, q_proj, k_proj, v_proj, o_proj, norm_mlp, *mlp = weights
         x = self._norm(hidden, norm_in)
         heads = (("q_proj", q_proj), ("k_proj", k_proj), ("v_proj", v_proj))
         q, k, v = (self.project(layer, name, x, w).view(len(x), -1, self.config.head_dim) for name, w in heads)
-        mixed = attend(layer, _rotate(q, *rotation), _rotate(k, *rotation), v)
-        hidden = hidden + self.project(layer, "o_proj", mixed.flatten(1), o_proj).float()
-        x = self._norm(hidden, norm_mlp)
+        q, k = _rotate(q, *rotation), _rotate(k, *rotation)
+        if self.tap is not None:
+            self.tap.before_attention(layer, q, k, attend)
+        mixed = attend(layer, q, k, v)
+        hidden = hidden + widened(self.project(layer, "o_proj", mixed.flatten(1), o_proj))
+        return hidden + widened(self._mlp(layer, self._norm(hidden, norm_mlp), mlp, decide))
+
+    def _mlp(self, layer: int, x: Tensor, weights: list[Tensor], decide: Decide) -> Tensor:
+        gate_proj, up_proj, down_proj = weights
         gated = silu(self.project(layer, "gate_proj", x, gate_proj), self.numerics)
         gated = gated * self.project(layer, "up_proj", x, up_proj)
-        return hidden + self.project(layer, "down_proj", gated, down_proj).float()
+        return self.project(layer, "down_proj", gated, down_proj)
 
     def project(self, layer: int, projection: str, x: Tensor, weight: Tensor) -> Tensor:
         """x[T, I] times the projection's weight, and what its adapter adds, [T, O]."""
@@ -164,10 +202,10 @@ class Llama(nn.Module):
         return product + low_rank(x, adapter, self.adapters.scale, self.numerics)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], weight.float(), self.config.rms_norm_eps)
+        return F.rms_norm(x, x.shape[-1:], widened(weight), self.config.rms_norm_eps)
 
 
 def _rotate(x_THD: Tensor, cos_T1: Tensor, sin_T1: Tensor) -> Tensor:
     """Rotary positions in the layout of Hugging Face checkpoints: first half against second half."""
-    first, second = x_THD.float().chunk(2, -1)
+    first, second = widened(x_THD).chunk(2, -1)
     return torch.cat([first * cos_T1 - second * sin_T1, second * cos_T1 + first * sin_T1], -1).to(x_THD.dtype)

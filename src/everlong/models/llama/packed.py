@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from everlong.models.decisions import Decide, as_chosen
 from everlong.models.llama.checkpoint_names import projection_name, weight_shapes
 from everlong.models.llama.model import Attend, Llama
 
@@ -33,8 +34,8 @@ class _Layer:
     qkv: Product
     out: Product
     norm_mlp: Tensor
-    gate_up: Product
-    down: Product
+    mlp: tuple[Product, ...]
+    """Of a llama gate and up as one product, then down."""
 
 
 class PackedLlama:
@@ -51,9 +52,10 @@ class PackedLlama:
     def pack(self) -> None:
         weights = iter(self._model.named_weights().values())
         self._embedding = next(weights)
-        self._frozen = [self._layer([next(weights) for _ in range(9)]) for _ in range(self._config.num_layers)]
+        count = self._model.num_layer_weights
+        self._frozen = [self._layer([next(weights) for _ in range(count)]) for _ in range(self._config.num_layers)]
         self._norm_out = next(weights).float()
-        self._head = _product(self._model.head_weight)
+        self._head = product_of(self._model.head_weight)
         self.pack_adapters()
 
     @torch.no_grad()
@@ -61,15 +63,14 @@ class PackedLlama:
         """All there is to do where nothing but the adapters has changed since `pack`."""
         self._layers = [self._adapted(number, layer) for number, layer in enumerate(self._frozen)]
 
-    def __call__(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, ids_T: Tensor, positions_T: Tensor, attend: Attend, decide: Decide = as_chosen) -> Tensor:
         """Hidden state [T, M] in float32 after the final norm."""
         hidden = F.embedding(ids_T, self._embedding).float()
         cos, sin = self._cos[positions_T][:, None], self._sin[positions_T][:, None]
         for number, layer in enumerate(self._layers):
             q, k, v = self._heads(layer.qkv(self._norm(hidden, layer.norm_in)), cos, sin)
             hidden = hidden + layer.out(attend(number, q, k, v).flatten(1))
-            gate, up = layer.gate_up(self._norm(hidden, layer.norm_mlp)).chunk(2, -1)
-            hidden = hidden + layer.down(F.silu(gate) * up)
+            hidden = hidden + self._mlp(number, self._norm(hidden, layer.norm_mlp), layer.mlp, decide)
         return F.rms_norm(hidden, hidden.shape[-1:], self._norm_out, self._config.rms_norm_eps)
 
     def logits(self, hidden_TM: Tensor) -> Tensor:
@@ -77,23 +78,35 @@ class PackedLlama:
         return self._head(hidden_TM.to(self.dtype)).float()
 
     def _layer(self, weights: list[Tensor]) -> _Layer:
-        norm_in, q_proj, k_proj, v_proj, o_proj, norm_mlp, gate_proj, up_proj, down_proj = weights
+        norm_in, q_proj, k_proj, v_proj, o_proj, norm_mlp, *mlp = weights
         return _Layer(
             norm_in=norm_in.float(),
-            qkv=_product(torch.cat([q_proj, k_proj, v_proj])),
-            out=_product(o_proj),
+            qkv=product_of(torch.cat([q_proj, k_proj, v_proj])),
+            out=product_of(o_proj),
             norm_mlp=norm_mlp.float(),
-            gate_up=_product(torch.cat([gate_proj, up_proj])),
-            down=_product(down_proj),
+            mlp=self._packed_mlp(mlp),
         )
+
+    def _packed_mlp(self, weights: list[Tensor]) -> tuple[Product, ...]:
+        gate_proj, up_proj, down_proj = weights
+        return product_of(torch.cat([gate_proj, up_proj])), product_of(down_proj)
+
+    def _adapted_mlp(self, number: int, products: tuple[Product, ...]) -> tuple[Product, ...]:
+        gate_up, down = products
+        gate_up = self._with_adapters(number, gate_up, "gate_proj", "up_proj")
+        return gate_up, self._with_adapters(number, down, "down_proj")
+
+    def _mlp(self, number: int, x: Tensor, products: tuple[Product, ...], decide: Decide) -> Tensor:
+        gate_up, down = products
+        gate, up = gate_up(x).chunk(2, -1)
+        return down(F.silu(gate) * up)
 
     def _adapted(self, number: int, layer: _Layer) -> _Layer:
         return replace(
             layer,
             qkv=self._with_adapters(number, layer.qkv, "q_proj", "k_proj", "v_proj"),
             out=self._with_adapters(number, layer.out, "o_proj"),
-            gate_up=self._with_adapters(number, layer.gate_up, "gate_proj", "up_proj"),
-            down=self._with_adapters(number, layer.down, "down_proj"),
+            mlp=self._adapted_mlp(number, layer.mlp),
         )
 
     def _with_adapters(self, number: int, product: Product, *projections: str) -> Product:
@@ -111,7 +124,7 @@ class PackedLlama:
             else adapter.up_Or.detach()
             for name, adapter in zip(projections, found, strict=True)
         ]
-        down, up = _product(torch.cat(downs)), _product(torch.block_diag(*ups))
+        down, up = product_of(torch.cat(downs)), product_of(torch.block_diag(*ups))
         return lambda x: product(x) + up(down(x) * scale)
 
     def _heads(self, qkv: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,7 +141,8 @@ class PackedLlama:
         return F.rms_norm(x, x.shape[-1:], weight, self._config.rms_norm_eps).to(self.dtype)
 
 
-def _product(weight: Tensor) -> Product:
+def product_of(weight: Tensor) -> Product:
+    """The weight as it is read fastest."""
     if not _packable(weight.dtype):
         return lambda x: F.linear(x, weight)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)

@@ -64,8 +64,9 @@ class Conversation:
         cut = prompt.stripped and not self._history.is_continued(prompt.continued.turn)
         continues = prompt.continued.turn if cut else -1
         turn = self.tree.add(
-            prompt.ids, reply.columns, reply.finish_reason, reply.request_id, continues=continues, malformed=malformed
-        )
+            prompt.ids, reply.columns, reply.finish_reason, reply.request_id, continues=continues, malformed=malformed,
+            decisions=reply.context,
+        )  # fmt: skip
         self._history.add(prompt.continued, answer)
         self._thoughts.append((*prompt.thoughts, *self._thought(len(prompt.ids), reply.columns.ids.tolist())))
         self.num_stripped += prompt.stripped

@@ -273,6 +273,7 @@ class Session:
             prompt_ids=prompt_ids,
             params=params,
             min_policy_version=order.min_policy_version,
+            num_known=self._conversation.tree.num_known(prompt_ids) if params.record else 0,
         )
 
     async def _check(self, request: GenerateRequest, reply: GenerateReply) -> None:
@@ -305,8 +306,25 @@ def _problem(request: GenerateRequest, reply: GenerateReply, vocab_size: int) ->
         if not columns.sampled.all():
             return "the answer holds tokens that were not sampled"
         EpisodeTree().add(request.prompt_ids, columns, reply.finish_reason)
+        if reply.context is not None:
+            reply.context.check()
     except ValueError as error:
         return str(error)
+    return _undecided(request, reply)
+
+
+def _undecided(request: GenerateRequest, reply: GenerateReply) -> str | None:
+    """What is missing of the decisions that the request wants: earlier turns have those of the tokens it says are known, so
+    with the reply's there must be one row for every token but the first of a root."""
+    num_context = len(request.prompt_ids) - request.num_known
+    for name in request.params.record:
+        context = np.zeros(0, bool) if reply.context is None else reply.context.known(name)
+        if len(context) != num_context:
+            return f"the engine gave {name} of {len(context)} prompt tokens, and {num_context} are new to the session"
+        known = np.concatenate([context, reply.columns.decisions.known(name)])
+        missing = int((~known[0 if request.num_known else 1 :]).sum())
+        if missing:
+            return f"the engine gave no {name} of {missing} of the {len(known)} tokens of prompt and answer"
     return None
 
 

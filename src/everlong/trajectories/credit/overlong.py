@@ -1,8 +1,9 @@
-"""Soft overlong punishment, added to the reward before episodes are compared:
+"""What a long episode costs, settled before episodes are compared. L counts what it sampled, arguments of tools included.
 
-0 while L <= max - buffer;   ((max - buffer) - L) / buffer up to max;   -1 above
+Soft, added to the reward: 0 while L <= max - buffer; ((max - buffer) - L) / buffer up to max; -1 above. Yu et al. 2025
+(arXiv:2503.14476), with 20480 and 4096 tokens.
 
-L counts what the episode sampled. Yu et al. 2025 (arXiv:2503.14476), with 20480 and 4096 tokens.
+Budget, in place of the reward: -1 where L > tolerance * baseline (Kimi K3's efforts), whatever the verdict was.
 """
 
 from __future__ import annotations
@@ -37,14 +38,27 @@ class SoftPunishment(Config):
         return self
 
 
-OverlongConfig = Annotated[NoPunishment | SoftPunishment, Field(discriminator="type")]
+class Budget(Config):
+    """Makes the reward of an episode that samples more than its budget -1."""
+
+    type: Literal["budget"] = "budget"
+    baseline_tokens: int = Field(1024, ge=1)
+    """What the policy needs at the start for what it solves: the mean of its correct episodes."""
+    tolerance: float = Field(1.5, gt=0)
+    """Times the baseline is the budget; large values leave effort free, small ones press for short answers."""
 
 
-def punishment(num_tokens: int, config: NoPunishment | SoftPunishment) -> float:
-    """Between -1 and 0."""
-    if isinstance(config, NoPunishment):
-        return 0.0
-    free = config.max_tokens - config.buffer_tokens
+OverlongConfig = Annotated[NoPunishment | SoftPunishment | Budget, Field(discriminator="type")]
+
+
+def punished(reward: float, num_tokens: int, config: NoPunishment | SoftPunishment | Budget) -> float:
+    """The reward that is compared, of an episode that sampled so many tokens."""
+    match config:
+        case NoPunishment():
+            return reward
+        case Budget():
+            return -1.0 if num_tokens > config.tolerance * config.baseline_tokens else reward
     if num_tokens > config.max_tokens:
-        return -1.0
-    return min(0.0, (free - num_tokens) / config.buffer_tokens)
+        return reward - 1.0
+    free = config.max_tokens - config.buffer_tokens
+    return reward + min(0.0, (free - num_tokens) / config.buffer_tokens)

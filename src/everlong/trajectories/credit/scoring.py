@@ -11,7 +11,7 @@ from pydantic import Field
 from everlong.contracts.records import MAX_REWARD, Episode, ScoredGroup
 from everlong.trajectories.credit.gae import GaeConfig
 from everlong.trajectories.credit.group_mean import GroupMeanConfig, all_equal, group_mean, mean
-from everlong.trajectories.credit.overlong import punishment
+from everlong.trajectories.credit.overlong import punished
 
 AnyCredit = GroupMeanConfig | GaeConfig
 CreditConfig = Annotated[AnyCredit, Field(discriminator="type")]
@@ -59,7 +59,7 @@ def score_group(group: int, task: str, episodes: Sequence[Episode], config: AnyC
 
 def _shaped(episode: Episode, config: AnyCredit) -> float | None:
     """The reward that is compared."""
-    return None if episode.reward is None else episode.reward + punishment(episode.num_sampled, config.overlong)
+    return None if episode.reward is None else punished(episode.reward, episode.num_sampled, config.overlong)
 
 
 def _dealt(credits: list[float], group: int) -> list[float]:

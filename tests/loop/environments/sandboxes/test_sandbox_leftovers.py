@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from everlong.contracts.errors import SandboxError
 from everlong.contracts.ports import Command, SandboxSpec
 from everlong.environments.sandboxes.local import LocalBackend
 from everlong.environments.sandboxes.registry import MARKER, Claim, kill_marked, scratch_folder, sweep
+from everlong.environments.sandboxes.trees import remove_tree
 from everlong.environments.tasks.terminal.generate import make_terminal
 
 SOURCE = Path(__file__).parents[4] / "src"
@@ -247,6 +249,77 @@ def test_marked_processes_of_a_dead_manager_are_killed_and_others_are_not(tmp_pa
             sleeper.kill()
             sleeper.wait()
         claim.release()
+
+
+def test_a_folder_that_was_made_and_not_yet_locked_goes_and_one_that_holds_something_stays(tmp_path):
+    (tmp_path / "run-abcdefgh").mkdir()
+    (tmp_path / "run-mine").mkdir()
+    (tmp_path / "run-mine" / "thesis").touch()
+    assert sweep(tmp_path) == [tmp_path / "run-abcdefgh"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run-mine"]
+
+
+def test_who_is_killed_while_it_removes_leaves_the_rest_to_the_next_one(tmp_path, monkeypatch):
+    dead = tmp_path / "run-dead"
+    for name in ("a", "b"):
+        (dead / name).mkdir(parents=True)
+    (dead / "lock").touch()
+
+    def die(path):
+        if path.name == "b":
+            raise KeyboardInterrupt
+        remove_tree(path)
+
+    monkeypatch.setattr("everlong.environments.sandboxes.registry.remove_tree", die)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(tmp_path)
+    monkeypatch.undo()
+    assert (dead / "lock").exists() and (dead / "b").exists()
+    assert sweep(tmp_path) == [dead]
+    assert list(tmp_path.iterdir()) == []
+
+
+HOLDER = """
+import fcntl, os, sys
+lock = os.open(sys.argv[1], os.O_RDWR)
+fcntl.flock(lock, fcntl.LOCK_EX)
+os.pwrite(lock, sys.argv[2].encode(), 0)
+print("locked", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_lock_that_outlives_its_owner_for_a_moment_is_waited_for_and_a_living_owners_is_not(tmp_path):
+    """A child that was just forked holds it until its program begins."""
+    folders = {name: tmp_path / f"run-{name}" for name in ("orphaned", "living")}
+    holders = {}
+    for name, folder in folders.items():
+        folder.mkdir()
+        (folder / "lock").touch()
+        owner = "4194305 1" if name == "orphaned" else ""
+        holders[name] = python(HOLDER, folder / "lock", owner, stdin=subprocess.PIPE)
+        assert holders[name].stdout.readline() == "locked\n"
+    timer = threading.Timer(0.3, holders["orphaned"].kill)
+    timer.start()
+    assert sweep(tmp_path) == [folders["orphaned"]]
+    assert folders["living"].exists()
+    for holder in holders.values():
+        holder.kill()
+        holder.communicate()
+
+
+def test_a_group_is_removed_with_what_is_in_it(tmp_path):
+    claim = Claim(tmp_path)
+    parent = claim.usable_groups()
+    if parent is None:
+        pytest.skip("no memory groups can be made here")
+    group = parent / f"everlong-{claim.folder.name}-test"
+    claim.make_group(group, 64 << 20)
+    member = subprocess.Popen(["sleep", "300"])
+    (group / "cgroup.procs").write_text(str(member.pid))
+    claim.release()
+    assert member.wait(60) == -signal.SIGKILL
+    assert not group.exists() and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from everlong.contracts.errors import SandboxError
+from everlong.contracts.errors import SandboxError, WorkspaceTooLarge
 from everlong.contracts.ports import Command, SandboxSpec
 from everlong.contracts.records import Limits
 from everlong.environments.sandboxes.local import LocalBackend
@@ -17,7 +17,7 @@ LIMITS = Limits(memory_mb=64, disk_mb=20, processes=40, output_bytes=1 << 16)
 async def backend(request, tmp_path, monkeypatch):
     """sampled: namespaces, with memory sampled although a control group may be to be had."""
     if request.param == "sampled":
-        monkeypatch.setattr("everlong.environments.sandboxes.local.usable_parent", lambda: None)
+        monkeypatch.setattr("everlong.environments.sandboxes.registry.Claim.usable_groups", lambda claim: None)
     made = LocalBackend(tmp_path / "s", isolation="none" if request.param == "none" else "namespaces")
     try:
         await made.probe()
@@ -144,6 +144,46 @@ async def test_many_files_beyond_the_disk_limit_end_the_command_and_can_be_remov
     assert (await sh(sandbox, "rm 2 3; echo freed")).output == b"freed\n"
     quick = await sh(sandbox, fill)
     assert quick.exit_code == 137, "counted at the end as well"
+
+
+NAMELESS = b"""
+import os, time
+held = []
+for _ in range(3):
+    held.append(open('f', 'wb', 0))
+    os.unlink('f')
+    held[-1].write(bytes(9 << 20))
+time.sleep(30)
+"""
+
+
+async def test_files_that_were_removed_while_they_are_open_count_too(backend):
+    sandbox = await backend.create(SandboxSpec(name="a", limits=LIMITS))
+    await sandbox.write("nameless.py", NAMELESS)
+    result = await sh(sandbox, "python3 nameless.py")
+    assert result.exit_code == 137 and b"disk limit of 20 MB exceeded" in result.output, result
+
+
+async def test_more_names_than_allowed_end_the_command_and_are_not_copied(backend, monkeypatch):
+    monkeypatch.setattr("everlong.environments.sandboxes.layout.MAX_ENTRIES", 1000)
+    sandbox = await backend.create(SandboxSpec(name="a", limits=LIMITS))
+    made = await sh(sandbox, "python3 -c 'for n in range(1100): open(str(n), \"w\").close()'")
+    assert made.exit_code == 137 and b"limit of 1000 names" in made.output, made
+    with pytest.raises(WorkspaceTooLarge, match="1000 names"):
+        await sandbox.fork(SandboxSpec(name="b"))
+    if (await backend.probe()).snapshots == "copies":
+        with pytest.raises(WorkspaceTooLarge, match="1000 names"):
+            await sandbox.snapshot()
+    assert (await sh(sandbox, "rm -f *; echo removed")).output == b"removed\n"
+
+
+async def test_memory_that_nobody_maps_counts_too(backend):
+    if (await backend.probe()).isolation == "none":
+        pytest.skip("without namespaces shared memory is the host's")
+    sandbox = await backend.create(SandboxSpec(name="a", limits=LIMITS))
+    fill = "for i in 1 2 3; do head -c 18000000 /dev/zero > /dev/shm/$i || exit 1; done"
+    result = await sh(sandbox, f"{fill}; python3 -c 'import time; b = bytearray(30 << 20); time.sleep(30)'")
+    assert (result.exit_code, result.memory_exceeded) == (137, True)
 
 
 async def test_sixty_four_at_once_all_answer(backend):
