@@ -6,7 +6,7 @@ the sampler expected of the weighted score -> KL.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -32,9 +32,9 @@ class Objective:
     loss: AnyLoss
     ratio: RatioConfig
     kl: AnyKl = WITHOUT_KL
-    projection: Projection = "none"
+    projection: Projection = field(default="none", kw_only=True)
     """Of the logit gradient of every trained token."""
-    shared_prefix: SharedPrefix = "once"
+    shared_prefix: SharedPrefix = field(default="once", kw_only=True)
 
     @property
     def level(self) -> Level:

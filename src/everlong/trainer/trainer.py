@@ -108,7 +108,9 @@ class PolicyTrainer:
                 f"the model was built with numerics {model.numerics}, the trainer was asked for {numerics}"
             )
         self._model, self._config, self._optimizer_config = model, config, optimizer
-        self._objective = Objective(loss, ratio, kl, config.logit_projection, config.shared_prefix)
+        self._objective = Objective(
+            loss, ratio, kl, projection=config.logit_projection, shared_prefix=config.shared_prefix
+        )
         self._replay = replay
         self._reference = None if isinstance(kl, NoKl) else ReferencePolicy(model, store)
         # a copy, so that a run without checkpoint can start anew in a trainer that has trained

@@ -498,6 +498,7 @@ TRAINED = {
 SCRIPTED = (
     {"model.type": "scripted", "schedule.num_batches": 2, "schedule.group_size": 16},
     {"model.type": "scripted", "sampling.max_tokens": 4, **SOFT},
+    {"model.type": "scripted", "sampling.max_tokens": 4, **BUDGET},
     {"model.type": "scripted", "schedule.batch_deadline_s": 1e-3},
     {"model.type": "scripted", "schedule.num_batches": 2, **PARTIAL},
     {"model.type": "scripted", "schedule.num_batches": 2, **ASYNC},

@@ -88,6 +88,10 @@ class Combination:
     def ratio(self) -> RatioConfig:
         return RatioConfig.model_validate({"base": self.base, "correction": self.correction})
 
+    @property
+    def objective(self) -> Objective:
+        return Objective(self.loss, self.ratio)
+
     def names(self) -> tuple[str, ...]:
         """What a message may call it by."""
         level = level_of(self.loss)
@@ -198,7 +202,7 @@ def starts_of(cut: Cut) -> tuple[Start, ...]:
 
 def step(combination: Combination) -> Gradient:
     """The gradient of the policy's step."""
-    cut, objective = combination.cut, Objective(combination.loss, combination.ratio)
+    cut, objective = combination.cut, combination.objective
     batch, model = prepare_batch(batch_of(cut), objective, SHAPE), network(cut.adapted)
     starts = starts_of(cut) if combination.base == "proximal" else None
     return batch_gradient(model, batch, objective, starts, CHUNK, Tally()).gradient
@@ -242,9 +246,10 @@ def page() -> str:
         "where they never do.",
         "",
         f"{sum(refused is None for refused in verdicts.values())} of {len(verdicts)} combinations of loss, base, correction, kept sets, credit, cut and weights train. Each",
-        "of these has made a step with a finite gradient that is not 0, the critic's with it, and the same gradient with shared tokens",
-        "stored once as with every branch apart: `test_every_combination_makes_a_step_or_is_refused_by_name`. This page is what",
-        "`python -m tests.loop.trainer.pairs` prints.",
+        "of these has made a step with a finite gradient that is not 0, the critic's with it, and, where no branch is measured whole, the",
+        "same gradient with shared tokens stored once as with every branch apart:",
+        "`test_every_combination_makes_a_step_or_is_refused_by_name`. Where branches are measured whole, what a shared token is in a later",
+        "branch differs ([trees.md](trees.md#what-a-shared-token-counts)). This page is what `python -m tests.loop.trainer.pairs` prints.",
         "",
         *table(verdicts, reasons, [f"`{correction.type}`" for correction in CORRECTIONS]),
         "",

@@ -26,12 +26,14 @@ def test_every_combination_makes_a_step_or_is_refused_by_name(loss):
         assert is_sound(gradient), combination
         if combination.cut.valued:
             assert is_sound(critic_step(combination.cut)), combination
+        num_trained += 1
+        if combination.objective.of_branches:
+            continue  # a shared token is a part of every branch's measure there, and of one branch here
         apart = replace(combination, cut=replace(combination.cut, shared=False))
         for mine, other in zip(gradient, flat.setdefault(apart, gradient), strict=True):
             torch.testing.assert_close(
                 mine, other, rtol=1e-3, atol=3e-5, msg=lambda text, c=combination: f"{c}: {text}"
             )
-        num_trained += 1
     assert num_trained >= 8 and num_refused >= 8
 
 

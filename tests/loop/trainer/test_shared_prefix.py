@@ -56,7 +56,7 @@ OBJECTIVES = [
 
 
 def counted(objective, shared_prefix):
-    return Objective(objective.loss, objective.ratio, objective.kl, shared_prefix)
+    return Objective(objective.loss, objective.ratio, objective.kl, shared_prefix=shared_prefix)
 
 
 def moved(model):

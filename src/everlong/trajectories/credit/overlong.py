@@ -53,11 +53,10 @@ OverlongConfig = Annotated[NoPunishment | SoftPunishment | Budget, Field(discrim
 
 def punished(reward: float, num_tokens: int, config: NoPunishment | SoftPunishment | Budget) -> float:
     """The reward that is compared, of an episode that sampled so many tokens."""
-    match config:
-        case NoPunishment():
-            return reward
-        case Budget():
-            return -1.0 if num_tokens > config.tolerance * config.baseline_tokens else reward
+    if config.type == "none":
+        return reward
+    if config.type == "budget":
+        return -1.0 if num_tokens > config.tolerance * config.baseline_tokens else reward
     if num_tokens > config.max_tokens:
         return reward - 1.0
     free = config.max_tokens - config.buffer_tokens
