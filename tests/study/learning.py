@@ -2,8 +2,8 @@
 
     python -m tests.study.learning --seeds 3
 
-Few of the training tasks have a demonstration and all of them have a verifier. For each seed, which draws the demonstrated
-tasks, the order of the others and every sampled token:
+Every kind has two demonstrations, and many tasks with a verifier. For each seed, which draws the demonstrated tasks, the order of
+the others and every sampled token:
 
 - `warm-up`: the demonstrations are imitated until nothing is gained any more. `two thirds` is the same run stopped after two
   thirds of its batches, so that the difference of both is what the last third gained.
@@ -27,7 +27,6 @@ from tests.evidence import ROOT, keep_to_one_code, write_evidence
 from tests.study.running import everlong, run_or_go_on
 
 from everlong.cli.config import ObserveConfig, RunConfig, SamplingConfig
-from everlong.cli.quickstart import LANGUAGE_TASKS
 from everlong.cli.run_folder import RunFolder
 from everlong.contracts.records import Purpose
 from everlong.environments.tasks.config import TasksConfig
@@ -40,11 +39,22 @@ from everlong.rollouts.config import HarnessConfig
 from everlong.trainer.config import AdamWConfig
 from everlong.trajectories.credit import GroupMeanConfig
 
-KINDS = LANGUAGE_TASKS.kinds
-"""The quickstart's. Of `follow-name` no attempt after so few demonstrations ever succeeds, so that no reward can teach it."""
+KINDS = (
+    "write-word",
+    "append-line",
+    "copy-into-folder",
+    "delete-extension",
+    "sum-numbers",
+    "largest-number",
+    "sort-unique",
+    "replace-word",
+    "find-file",
+    "json-key",
+)
+"""Those that two demonstrations teach in part: a kind that is always or never solved after them has nothing that a reward could teach."""
 NUM_TRAIN, NUM_EVAL, NUM_OTHER_KINDS = 600, 200, 60
-NUM_SHOWN = 12
-NUM_WARMUP, NUM_RL = 18, 20
+NUM_SHOWN = 2 * len(KINDS)
+NUM_WARMUP, NUM_RL = 15, 20
 PATHS = ("src/everlong", "tests/study/learning.py", "tests/study/running.py")
 
 Success = Mapping[str, Sequence[float]]
@@ -61,7 +71,9 @@ class Study:
         ):
             if not (work / name).exists():
                 make_terminal(work / name, count, split=split, kinds=kinds)
-        self._tasks = TasksConfig(train=(work / "train",), eval=(work / "eval",))
+
+    def _tasks(self, demonstrated: Path | None = None) -> TasksConfig:
+        return TasksConfig(train=(demonstrated or self._work / "train",), eval=(self._work / "eval",))
 
     def seed(self, seed: int) -> dict[str, object]:
         """The four arms of one seed, and what came of them."""
@@ -106,9 +118,12 @@ class Study:
         return found
 
     def _imitate(self, seed: int, name: str, num_batches: int, start: RunFolder | None = None) -> RunFolder:
-        return run_or_go_on("sft", self._folder(seed, name), self._config(seed, start).model_copy(
-            update={"warmup": WarmupConfig(num_batches=num_batches, traces_per_batch=32, num_tasks=NUM_SHOWN)}
-        ))  # fmt: skip
+        shown = self._work / f"seed-{seed}" / "demonstrated"
+        if not shown.exists():
+            make_terminal(shown, NUM_SHOWN, seed=seed + 1, split=Split.TRAIN, kinds=KINDS)
+        warmup = WarmupConfig(num_batches=num_batches, traces_per_batch=32)
+        config = self._config(seed, start).model_copy(update={"warmup": warmup, "tasks": self._tasks(shown)})
+        return run_or_go_on("sft", self._folder(seed, name), config)
 
     def _reinforce(self, seed: int, name: str, start: RunFolder, credit: GroupMeanConfig) -> RunFolder:
         return run_or_go_on(
@@ -122,7 +137,7 @@ class Study:
         return RunConfig(
             seed=seed,
             model=model,
-            tasks=self._tasks,
+            tasks=self._tasks(),
             harness=HarnessConfig(system_prompt="", max_turns=5, max_context=512),
             sampling=SamplingConfig(max_tokens=48),
             schedule=RoundsConfig(
