@@ -176,7 +176,8 @@ async def test_limits_hold_and_the_host_is_not_there(backend, tmp_path):
         "ls /run/everlong",
         "kill -9 1",
         "mount -t tmpfs x /mnt",
-        "unshare -r true && exit 1; mknod d b 8 0",
+        "unshare -r true",
+        "mknod disk b 8 0 && head -c 1 disk",
         "timeout 5 bash -c 'echo > /dev/tcp/1.1.1.1/80'",
     ):
         assert (await sh(sandbox, attempt)).exit_code != 0, attempt
