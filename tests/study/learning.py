@@ -2,7 +2,7 @@
 
     python -m tests.study.learning --seeds 3
 
-Every kind has two demonstrations, and many tasks with a verifier. For each seed, which draws the demonstrated tasks, the order of
+Every kind has one demonstration, and many tasks with a verifier. For each seed, which draws the demonstrated tasks, the order of
 the others and every sampled token:
 
 - `warm-up`: the demonstrations are imitated until nothing is gained any more. `two thirds` is the same run stopped after two
@@ -51,9 +51,9 @@ KINDS = (
     "find-file",
     "json-key",
 )
-"""Those that two demonstrations teach in part: a kind that is always or never solved after them has nothing that a reward could teach."""
+"""Those that one demonstration teaches in part: a kind that is always or never solved after it has nothing that a reward could teach."""
 NUM_TRAIN, NUM_EVAL, NUM_OTHER_KINDS = 600, 200, 60
-NUM_SHOWN = 2 * len(KINDS)
+NUM_SHOWN = len(KINDS)
 NUM_WARMUP, NUM_RL = 15, 20
 PATHS = ("src/everlong", "tests/study/learning.py", "tests/study/running.py")
 
