@@ -54,7 +54,7 @@ KINDS = (
 """Those that one demonstration teaches in part: a kind that is always or never solved after it has nothing that a reward could teach."""
 NUM_TRAIN, NUM_EVAL, NUM_OTHER_KINDS = 600, 200, 60
 NUM_SHOWN = len(KINDS)
-NUM_WARMUP, NUM_RL = 15, 20
+NUM_WARMUP, NUM_RL = 60, 16
 PATHS = ("src/everlong", "tests/study/learning.py", "tests/study/running.py")
 
 Success = Mapping[str, Sequence[float]]
@@ -121,7 +121,7 @@ class Study:
         shown = self._work / f"seed-{seed}" / "demonstrated"
         if not shown.exists():
             make_terminal(shown, NUM_SHOWN, seed=seed + 1, split=Split.TRAIN, kinds=KINDS)
-        warmup = WarmupConfig(num_batches=num_batches, traces_per_batch=32)
+        warmup = WarmupConfig(num_batches=num_batches, traces_per_batch=NUM_SHOWN)
         config = self._config(seed, start).model_copy(update={"warmup": warmup, "tasks": self._tasks(shown)})
         return run_or_go_on("sft", self._folder(seed, name), config)
 
