@@ -48,13 +48,13 @@ KINDS = (
     "largest-number",
     "sort-unique",
     "replace-word",
-    "find-file",
+    "count-matches",
     "json-key",
 )
 """Those that one demonstration teaches in part: a kind that is always or never solved after it has nothing that a reward could teach."""
 NUM_TRAIN, NUM_EVAL, NUM_OTHER_KINDS = 600, 200, 60
 NUM_SHOWN = len(KINDS)
-NUM_WARMUP, NUM_RL = 60, 16
+NUM_WARMUP, NUM_RL = 45, 20
 PATHS = ("src/everlong", "tests/study/learning.py", "tests/study/running.py")
 
 Success = Mapping[str, Sequence[float]]
