@@ -54,7 +54,7 @@ KINDS = (
 """Those that one demonstration teaches in part: a kind that is always or never solved after it has nothing that a reward could teach."""
 NUM_TRAIN, NUM_EVAL, NUM_OTHER_KINDS = 600, 200, 60
 NUM_SHOWN = len(KINDS)
-NUM_WARMUP, NUM_RL = 45, 20
+NUM_WARMUP, NUM_RL = 60, 20
 PATHS = ("src/everlong", "tests/study/learning.py", "tests/study/running.py")
 
 Success = Mapping[str, Sequence[float]]
